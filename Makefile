@@ -1,0 +1,107 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first interpreter that is new enough and can make a virtual environment (a version manager's name may exist and not run).
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+  "$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+TRL_INSTALLED := .venv-trl/.installed
+PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Iproto
+DEFAULT_TESTS := not vllm and not kubernetes and not chaos and not gpu
+
+# Everything here runs on small models: more threads per process would only wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+
+.PHONY: setup
+setup: $(INSTALLED) ## Make .venv with everything in it; again when pyproject.toml or constraints.txt change
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; install one, or name it: make setup PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.PHONY: constraints
+constraints: ## Renew constraints.txt from what is installed in .venv
+	{ sed -n 1p constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+
+.PHONY: fmt
+fmt: $(INSTALLED) ## Format the code and sort imports
+	$(BIN)/ruff check --fix-only --select I --quiet
+	$(BIN)/ruff format
+
+.PHONY: lint
+lint: $(INSTALLED) ## Style, dependency rules, protos
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+
+.PHONY: types
+types: $(INSTALLED) ## Strict type check of everything written by hand
+	$(BIN)/mypy
+
+.PHONY: proto
+proto: $(INSTALLED) ## Generate the stubs in src/nexrl/v1 from proto/
+	rm -f src/nexrl/v1/*_pb2*
+	$(PROTOC) --python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src proto/nexrl/v1/*.proto
+
+.PHONY: proto-check
+proto-check: $(INSTALLED) ## Fail when the committed stubs are not exactly what proto/ generates
+	generated=$$(mktemp -d); trap 'rm -rf "$$generated"' EXIT; \
+	$(PROTOC) --python_out="$$generated" --grpc_python_out="$$generated" --mypy_out=quiet:"$$generated" \
+	  --mypy_grpc_out=quiet:"$$generated" proto/nexrl/v1/*.proto; \
+	diff --recursive --exclude=__init__.py --exclude=__pycache__ "$$generated/nexrl/v1" src/nexrl/v1 \
+	  || { echo 'the stubs differ from proto/: run `make proto`'; exit 1; }
+
+
+.PHONY: test
+test: $(INSTALLED) ## Unit, contract, integration and end-to-end tests that need no GPU, vLLM or cluster
+	$(BIN)/pytest -n 2 -m '$(DEFAULT_TESTS)'
+
+.PHONY: test-e2e
+test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
+	$(BIN)/pytest -n 1 -m 'e2e and $(DEFAULT_TESTS)'
+
+.PHONY: check
+check: lint types proto-check guide-check test ## What a change must pass
+
+
+.PHONY: guide
+guide: $(INSTALLED) ## Write docs/reference/developer-guide.md: each promise, where it lives, the tests that prove it
+	$(BIN)/python -m tests.support.guide
+
+.PHONY: guide-check
+guide-check: $(INSTALLED) ## Fail when that page is not up to date
+	$(BIN)/python -m tests.support.guide --check
+
+
+.PHONY: quickstart
+quickstart: $(INSTALLED) ## Train the "sort digits" example; STEPS=30 for a shorter run
+	$(BIN)/nexrl run examples/sort-digits/experiment.yaml $(if $(STEPS),trainer.steps=$(STEPS))
+
+.PHONY: bench
+bench: bench-loop ## All benchmarks
+
+.PHONY: bench-loop
+bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Samples per second of the whole loop against TRL's GRPOTrainer
+	$(BIN)/python benchmarks/loop_vs_trl.py
+
+$(TRL_INSTALLED): benchmarks/trl-constraints.txt
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< torch trl
+	touch $@
+
+.PHONY: clean
+clean: ## Remove what these targets made, but not runs/
+	rm -rf .venv .venv-trl .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist

@@ -1,0 +1,130 @@
+"""Where the metrics of an experiment go: a file, Prometheus, Weights & Biases.
+
+The live view on the console is the launcher's: it follows WatchExperiment.
+"""
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from prometheus_client import Gauge
+
+from nexrl.errors import InvalidArgumentError
+from nexrl.spec import Experiment
+
+METRICS_FILE = "metrics.jsonl"
+
+PROMETHEUS_NAMES = frozenset(
+    {
+        "advantage_std",
+        "entropy",
+        "grad_norm",
+        "is_ratio",
+        "loss",
+        "lr",
+        "mismatch_kl",
+        "response_tokens",
+        "reward_mean",
+        "samples_per_second",
+        "staleness_steps",
+        "step_seconds",
+        "truncated_fraction",
+        "val/reward",
+        "wait_for_batch_seconds",
+        "zero_variance_group_fraction",
+    }
+)
+"""Metrics that Prometheus gets. A fixed list: names that users invent must not become labels without bound."""
+
+METRIC = Gauge("nexrl_metric", "Newest value of a training metric.", ["name"])
+
+
+class LoggingBackend(Protocol):
+    """Takes the metrics of an experiment."""
+
+    def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
+        """Record metrics that were measured after `step` optimizer steps."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+def open_backends(experiment: Experiment, run_dir: Path) -> list[LoggingBackend]:
+    """The backends of the experiment. Raises InvalidArgumentError for one whose package is not installed."""
+    backends: list[LoggingBackend] = [PrometheusBackend()]
+    if "jsonl" in experiment.spec.logger.backends:
+        backends.append(JsonlBackend(run_dir / METRICS_FILE))
+    if "wandb" in experiment.spec.logger.backends:
+        backends.append(WandbBackend(experiment.spec.project, experiment.metadata.name, run_dir))
+    return backends
+
+
+class JsonlBackend:
+    """Appends one JSON object a line: step, time (Unix seconds) and the metrics; null for a value that is not finite.
+
+    A step can have several lines (training, validation) and, after a restart, the same line again: a reader merges the
+    lines of a step in their order, so that the last value of each name counts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        # Unbuffered: a line is in the file, whole, before the post is answered.
+        self._file = path.open("ab", buffering=0)
+
+    def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
+        """Append a line."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({**finite, "step": step, "time": round(unix_seconds, 3)}, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class PrometheusBackend:
+    """Gauge nexrl_metric{name}, for the names in PROMETHEUS_NAMES."""
+
+    def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
+        """Set the gauges."""
+        for name in PROMETHEUS_NAMES & metrics.keys():
+            METRIC.labels(name).set(metrics[name])
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class WandbBackend:
+    """A Weights & Biases run that a restarted controller continues. WANDB_MODE=offline works as with any run."""
+
+    def __init__(self, project: str, experiment: str, run_dir: Path) -> None:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError:
+            raise InvalidArgumentError(
+                "logger.backends: wandb is not installed; pip install wandb, or leave it out"
+            ) from None
+        self._run = wandb.init(project=project, name=experiment, id=experiment, resume="allow", dir=os.fspath(run_dir))
+        # W&B drops what comes with an older step of its own; as a metric, a step that is made again is kept.
+        self._run.define_metric("*", step_metric="step")
+
+    def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
+        """Log the metrics."""
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Drop the end of a line that a crash of the machine cut short."""
+    if path.exists():
+        with path.open("rb+") as file:
+            written = file.read()
+            file.truncate(written.rfind(b"\n") + 1)

@@ -1,0 +1,59 @@
+"""The controller's process."""
+
+import time
+
+from nexrl.errors import InvalidArgumentError
+from nexrl.rpc.server import ServiceProcess, run_service
+from nexrl.store import connect_redis
+from nexrl.v1.activity_service_pb2_grpc import add_ActivityServiceServicer_to_server
+from nexrl.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
+from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
+from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from nexrl_controller.controller import ROLE, Controller
+from nexrl_controller.logging_backends import open_backends
+from nexrl_controller.policy_versions import follow_policy_versions
+from nexrl_controller.service import ActivityServicer, ControllerServicer
+from nexrl_controller.state_store import StateStore
+from nexrl_controller.validation import Validation
+
+
+def main() -> None:
+    """Entry point of `nexrl serve controller`."""
+    run_service(ROLE, start)
+
+
+async def start(process: ServiceProcess) -> None:
+    """Build the controller and serve it."""
+    redis = await connect_redis(process.settings.redis_url)
+    process.on_close(redis.aclose)
+    backends = open_backends(process.experiment, process.settings.run_dir)
+    store = StateStore(redis, process.experiment.metadata.name)
+    controller = Controller(process.experiment, store, backends, time.time)
+    process.on_close(controller.close)
+    await controller.start()
+    process.add(add_ControllerServiceServicer_to_server, ControllerServicer(controller), "nexrl.v1.ControllerService")
+    process.add(add_ActivityServiceServicer_to_server, ActivityServicer(controller), "nexrl.v1.ActivityService")
+    process.spawn(controller.run_health_checks())
+    process.spawn(controller.bound_stop())
+    process.spawn(_end_watches_when_stopping(process, controller))
+    if not process.experiment.spec.suspend:
+        _follow_training(process, controller)
+    await process.set_ready()
+
+
+def _follow_training(process: ServiceProcess, controller: Controller) -> None:
+    settings, spec = process.settings, process.experiment.spec
+    if not settings.weight_sync or not settings.trajectory_pool:
+        raise InvalidArgumentError("settings: the controller needs NEXRL_WEIGHT_SYNC and NEXRL_TRAJECTORY_POOL")
+    weight_sync = WeightSyncServiceStub(process.connect(settings.weight_sync))
+    process.spawn(follow_policy_versions(controller, weight_sync, spec.model.tag))
+    if spec.validation is not None:
+        validator = ValidatorServiceStub(process.connect(settings.trajectory_pool))
+        validation = Validation(controller, weight_sync, validator, spec.model.tag, spec.validation.timeout_seconds)
+        process.spawn(validation.run())
+
+
+async def _end_watches_when_stopping(process: ServiceProcess, controller: Controller) -> None:
+    """A watch lasts until its deadline and would hold up the drain."""
+    await process.stopping.wait()
+    controller.end_watches()

@@ -1,0 +1,67 @@
+"""What the engine is asked for and what it answers. Wire-free and torch-free."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nexrl.errors import InvalidArgumentError, Violation
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """`n` samples of one prompt.
+
+    `temperature` 0 means greedy (`top_p` and `top_k` are then without effect); `top_p` 1 and `top_k` 0 keep every
+    token. The same request with the same `seed` draws the same random numbers, whatever else is in the batch;
+    without a seed the engine draws one. Generation stops after an end-of-sequence token, after one of
+    `stop_token_ids` (both are part of the completion), after `max_new_tokens`, or at the engine's row length.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        rules = [
+            ("prompt_ids", len(self.prompt_ids) >= 1, "at least one token"),
+            ("max_new_tokens", self.max_new_tokens >= 1, f"at least 1, got {self.max_new_tokens}"),
+            ("n", self.n >= 1, f"at least 1, got {self.n}"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), f"finite, at least 0, got {self.temperature}"),
+            ("top_p", 0.0 < self.top_p <= 1.0, f"in (0, 1], got {self.top_p}"),
+            ("top_k", self.top_k >= 0, f"at least 0, got {self.top_k}"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, f"in [0, 2**63), got {self.seed}"),
+        ]
+        violations = [Violation(field, text) for field, is_met, text in rules if not is_met]
+        if violations:
+            raise InvalidArgumentError("; ".join(map(str, violations)), violations=violations)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample. The three tuples have one entry per generated token.
+
+    `logprobs` are natural logarithms, under the distribution that the token was drawn from: after temperature, top-k
+    and top-p, renormalised. Greedy tokens carry the model's own log-softmax. `policy_versions` names the weights
+    that produced each token.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """The `n` completions of one request, in sample order."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]

@@ -1,0 +1,66 @@
+"""From logits to tokens, for rows with different sampling settings. Shapes: B rows, V vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nexrl.errors import NexrlError
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Settings of each row, and the random number that decides its next token.
+
+    `temperature_B` f32 (0 = greedy), `top_p_B` f32 in (0, 1], `top_k_B` i64 (0 = all), `uniforms_B` f64 in [0, 1).
+    """
+
+    temperature_B: Tensor
+    top_p_B: Tensor
+    top_k_B: Tensor
+    uniforms_B: Tensor
+
+
+def sample_tokens(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Token ids (i64) and their log-probabilities (f32) under the distribution they were drawn from.
+
+    Raises NexrlError when the logits are not finite: the weights have diverged, and no token would mean anything.
+    """
+    logprobs_BV = sampled_logprobs(logits_BV, batch)
+    # One uniform per token, through the inverse of the cumulative distribution: what a row draws depends on its own
+    # random numbers only, not on its neighbours in the batch. In float64, because f32 sums lose the tail.
+    cumulative_BV = logprobs_BV.double().exp_().cumsum(-1)
+    total_B = cumulative_BV[:, -1]
+    if not torch.isfinite(total_B).all():
+        raise NexrlError("the model's logits are not finite")
+    # Strictly below the total, so that the search cannot end on a token of probability zero.
+    threshold_B = torch.minimum(batch.uniforms_B * total_B, total_B.nextafter(torch.zeros_like(total_B)))
+    drawn_B = torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)[:, 0]
+    tokens_B = torch.where(batch.temperature_B == 0, logits_BV.argmax(-1), drawn_B)
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def sampled_logprobs(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:
+    """log p(token) after temperature, then top-k, then top-p, renormalised; greedy rows: the raw log-softmax. [B, V]"""
+    is_greedy_B = batch.temperature_B == 0
+    scaled_BV = logits_BV.float() / torch.where(is_greedy_B, 1.0, batch.temperature_B)[:, None]
+    is_truncated_B = ~is_greedy_B & ((batch.top_p_B < 1) | (batch.top_k_B > 0))
+    rows_R = is_truncated_B.nonzero()[:, 0]
+    if len(rows_R) > 0:
+        scaled_BV[rows_R] = _truncated(scaled_BV[rows_R], batch.top_p_B[rows_R], batch.top_k_B[rows_R])
+    return scaled_BV.log_softmax(-1)
+
+
+def _truncated(logits_RV: Tensor, top_p_R: Tensor, top_k_R: Tensor) -> Tensor:
+    """Logits with all but the `top_k` most likely, and of these all but the smallest set of mass `top_p`, at -inf."""
+    sorted_RV, order_RV = logits_RV.sort(descending=True, stable=True)
+    vocabulary = logits_RV.shape[1]
+    top_k_R = torch.where(top_k_R == 0, vocabulary, top_k_R)
+    ranks_V = torch.arange(vocabulary, device=logits_RV.device)
+    sorted_RV = sorted_RV.masked_fill(ranks_V >= top_k_R[:, None], -torch.inf)
+    probabilities_RV = sorted_RV.double().softmax(-1)
+    mass_before_RV = probabilities_RV.cumsum(-1) - probabilities_RV
+    # top_p = 1 keeps everything: the sum of many tiny probabilities may round up to 1 before the last token.
+    is_outside_RV = (mass_before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
+    sorted_RV = sorted_RV.masked_fill(is_outside_RV, -torch.inf)
+    return torch.empty_like(logits_RV).scatter_(1, order_RV, sorted_RV)

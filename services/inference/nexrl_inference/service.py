@@ -1,0 +1,59 @@
+"""nexrl.v1.InferenceService over a replica."""
+
+from typing import Any
+
+import grpc
+
+from nexrl.v1 import inference_service_pb2 as pb
+from nexrl.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from nexrl.weights.codec import manifest_from_wire, rendezvous_from_wire
+from nexrl_inference.replica import Replica
+from nexrl_inference.requests import Completion, GenerationRequest
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """Messages in, the replica's answer out."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        result = await self._replica.generate(
+            GenerationRequest(
+                request_id=request.request_id,
+                prompt_ids=tuple(request.prompt_token_ids),
+                max_new_tokens=request.max_new_tokens,
+                n=request.n,
+                temperature=request.temperature,
+                top_p=request.top_p or 1.0,
+                top_k=request.top_k,
+                seed=request.seed if request.HasField("seed") else None,
+                stop_token_ids=tuple(request.stop_token_ids),
+            )
+        )
+        return pb.GenerateResponse(completions=[_completion(completion) for completion in result.completions])
+
+    async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Context) -> pb.ReceiveWeightsResponse:
+        rendezvous, manifest = rendezvous_from_wire(request.rendezvous), manifest_from_wire(request.manifest)
+        return pb.ReceiveWeightsResponse(digest=await self._replica.receive(request.sync_id, rendezvous, manifest))
+
+    async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Context) -> pb.CommitWeightsResponse:
+        await self._replica.commit(request.sync_id)
+        return pb.CommitWeightsResponse()
+
+    async def GetReplicaState(self, request: pb.GetReplicaStateRequest, context: Context) -> pb.GetReplicaStateResponse:
+        running, queued = self._replica.load
+        return pb.GetReplicaStateResponse(
+            replica=self._replica.state(), digest=self._replica.digest, running=running, queued=queued
+        )
+
+
+def _completion(completion: Completion) -> pb.GeneratedCompletion:
+    return pb.GeneratedCompletion(
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        policy_versions=completion.policy_versions,
+        finish_reason=completion.finish_reason,
+    )

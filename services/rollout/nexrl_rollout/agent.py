@@ -1,0 +1,52 @@
+"""rollout.type agent: an environment owns the episode and talks to a gateway session; what is generated there is
+trained."""
+
+from collections.abc import Sequence
+
+from nexrl.environment import SCORED, Environment, Outcome, Task
+from nexrl.spec.experiment import Experiment
+from nexrl.v1.trajectory_pb2 import (
+    VERDICT_ENV_ERROR,
+    VERDICT_REWARD_ERROR,
+    VERDICT_TIMEOUT,
+    SampleLease,
+    SampleResult,
+    TaskLease,
+)
+from nexrl_rollout.gateway import Gateway
+from nexrl_rollout.results import failed, scored
+from nexrl_rollout.session import Session
+from nexrl_rollout.single_turn import sampling
+from nexrl_rollout.tasks import parse_task, trajectory_metadata
+from nexrl_rollout.worker import RolloutWorker
+
+_VERDICTS = {"env_error": VERDICT_ENV_ERROR, "reward_error": VERDICT_REWARD_ERROR, "timeout": VERDICT_TIMEOUT}
+
+
+class AgentWorker(RolloutWorker):
+    """One session and one run of the environment for each sample."""
+
+    samples_together = False
+
+    def __init__(self, gateway: Gateway, environment: Environment, experiment: Experiment) -> None:
+        self._gateway = gateway
+        self._environment = environment
+        self._rollout = experiment.spec.rollout
+        self._key_list = experiment.spec.trajectory_pool.key_list
+
+    async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
+        """Run one episode."""
+        item = parse_task(lease.task)
+        with self._gateway.session(sampling(self._rollout, lease.temperature)) as session:
+            outcome = await self._environment.run(Task(item["id"], item), self._gateway.endpoint(session))
+        metadata = trajectory_metadata(item, self._key_list)
+        return [_result(lease.samples[0], outcome, session, metadata)]
+
+
+def _result(sample: SampleLease, outcome: Outcome, session: Session, metadata: dict[str, str]) -> SampleResult:
+    if outcome.status not in SCORED or outcome.reward is None:
+        return failed(sample, _VERDICTS[outcome.status], outcome.error)
+    trajectories = session.trajectories(outcome.reward, outcome.components, metadata)
+    if not trajectories:
+        return failed(sample, VERDICT_ENV_ERROR, "the environment scored an episode without asking the policy once")
+    return scored(sample, trajectories, "length" if outcome.status == "truncated" else session.finish_reason)

@@ -1,0 +1,1 @@
+"""Environments and rewards that come with the project; each is also an example of its kind."""

@@ -1,0 +1,184 @@
+"""The recording gateway: an OpenAI-compatible API for each rollout, that keeps the tokens of everything it serves.
+
+Any agent that speaks OpenAI's API is trained unchanged: it is given a base URL with the session in its path, and never
+sees a token.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from nexrl.environment import Endpoint
+from nexrl.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NexrlError,
+    NotFoundError,
+    UnavailableError,
+)
+from nexrl.policy import Policy, Sampling
+from nexrl_rollout import metrics
+from nexrl_rollout.chat import (
+    ChatRequest,
+    chat_completion,
+    context_overflow,
+    error_body,
+    parse_chat_request,
+    reply_message,
+    stream_events,
+)
+from nexrl_rollout.session import Session, SessionPrompt
+from nexrl_rollout.text import TextCodec
+
+MAX_BODY_BYTES = 16 * 2**20
+
+_HTTP_STATUS: dict[type[NexrlError], int] = {
+    InvalidArgumentError: 400,
+    NotFoundError: 404,
+    UnavailableError: 503,
+    DeadlineExceededError: 504,
+}
+
+
+class ContextOverflowError(InvalidArgumentError):
+    """The prompt leaves no room for a completion."""
+
+
+class Gateway:
+    """Serves sessions that are open, and no others. Sampling is the session's, whatever a client asks for."""
+
+    def __init__(
+        self, policy: Policy, codec: TextCodec, *, model: str, max_context_tokens: int, timeout_seconds: float
+    ) -> None:
+        self._policy = policy
+        self._codec = codec
+        self._model = model
+        self._max_context_tokens = max_context_tokens
+        self._timeout_seconds = timeout_seconds
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self.address = ""
+        """http://host:port, once it listens."""
+
+    async def listen(self, host: str, port: int) -> None:
+        """Serve at host:port; port 0 takes a free one."""
+        app = web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/s/{session}/v1/chat/completions", self._chat_completions)
+        app.router.add_get("/s/{session}/v1/models", self._models)
+        app.router.add_post("/s/{session}/tokenize", self._tokenize)
+        # A client that gives up must not leave a turn behind that it has never seen.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        self.address = "http://{}:{}".format(*self._runner.addresses[0][:2])
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        """A session for one rollout; requests to it are refused once the block has ended."""
+        session = Session(sampling)
+        self._sessions[session.id] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[session.id]
+
+    def endpoint(self, session: Session) -> Endpoint:
+        """Where an environment finds the session."""
+        base_url = f"{self.address}/s/{session.id}/v1"
+        return Endpoint(base_url, session.id, self._model, session.sampling.max_new_tokens)
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        chat = parse_chat_request(await _json(request))
+        response = await self._serve(session, chat)
+        return await _streamed(request, response) if chat.stream else web.json_response(response)
+
+    async def _serve(self, session: Session, chat: ChatRequest) -> dict[str, Any]:
+        prompt = session.prompt(self._codec, chat.messages, chat.tools)
+        room = self._max_context_tokens - len(prompt.token_ids)
+        if room < 1:
+            raise ContextOverflowError(context_overflow(len(prompt.token_ids), self._max_context_tokens))
+        limit = min(session.sampling.max_new_tokens, room, chat.max_tokens or room)
+        completions = await self._policy.generate(
+            prompt.token_ids, 1, replace(session.sampling, max_new_tokens=limit), timeout_seconds=self._timeout_seconds
+        )
+        text = self._codec.decode([completions[0].token_ids])[0]
+        message = reply_message(text, parse_tool_calls=bool(chat.tools))
+        session.record(
+            prompt,
+            completions[0],
+            [*chat.messages, message],
+            tools=chat.tools,
+            text=text,
+            prompt_text=self._prompt_text(prompt),
+        )
+        if prompt.is_break:
+            metrics.CONTIGUITY_VIOLATIONS.inc()
+        return chat_completion(self._model, message, prompt.token_ids, completions[0])
+
+    def _prompt_text(self, prompt: SessionPrompt) -> str:
+        return "" if prompt.continues else self._codec.decode([prompt.token_ids])[0]
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": self._model, "object": "model", "owned_by": "nexrl", "max_model_len": self._max_context_tokens}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """The ids that a chat request with these messages would be generated from, or the ids of a text."""
+        session = self._session(request)
+        body = await _json(request)
+        if isinstance(body, dict) and isinstance(body.get("prompt"), str):
+            token_ids = list(self._codec.encode(body["prompt"]))
+        else:
+            chat = parse_chat_request(body)
+            token_ids = list(session.prompt(self._codec, chat.messages, chat.tools).token_ids)
+        return web.json_response(
+            {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._max_context_tokens}
+        )
+
+    def _session(self, request: web.Request) -> Session:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
+            raise NotFoundError(
+                "no such session: it has ended, or the base URL is not the one that the rollout was given"
+            )
+        return session
+
+
+async def _json(request: web.Request) -> object:
+    try:
+        body: object = await request.json()
+    except ValueError as error:
+        raise InvalidArgumentError(f"the body is not JSON: {error}") from error
+    return body
+
+
+async def _streamed(request: web.Request, response: dict[str, Any]) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await stream.prepare(request)
+    for event in stream_events(response):
+        await stream.write(event)
+    await stream.write_eof()
+    return stream
+
+
+@web.middleware
+async def _openai_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ContextOverflowError as error:
+        return web.json_response(error_body(error.message, "context_length_exceeded", "messages"), status=400)
+    except NexrlError as error:
+        status = next((status for cls, status in _HTTP_STATUS.items() if isinstance(error, cls)), 500)
+        return web.json_response(error_body(error.message, error.status.lower()), status=status)

@@ -1,0 +1,51 @@
+"""rollout.type mock: made-up trajectories without an engine, for trying the machinery."""
+
+import random
+from collections.abc import Sequence
+
+from nexrl.policy import Policy
+from nexrl.spec.experiment import Experiment
+from nexrl.transcript import Transcript
+from nexrl.v1.inference_service_pb2 import GeneratedCompletion
+from nexrl.v1.trajectory_pb2 import SampleLease, SampleResult, TaskLease
+from nexrl_rollout.results import scored
+from nexrl_rollout.tasks import parse_task, trajectory_metadata
+from nexrl_rollout.text import TextCodec
+from nexrl_rollout.worker import RolloutWorker
+
+MAX_TOKENS = 8
+
+
+class MockWorker(RolloutWorker):
+    """Random tokens and a random reward of 0 or 1, decided by the sample's id alone; of the committed policy
+    version."""
+
+    def __init__(self, policy: Policy, codec: TextCodec, experiment: Experiment) -> None:
+        self._policy = policy
+        self._codec = codec
+        self._max_tokens = min(MAX_TOKENS, experiment.spec.rollout.max_new_tokens)
+        self._key_list = experiment.spec.trajectory_pool.key_list
+
+    async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
+        """One made-up trajectory for each sample."""
+        return [self._result(lease, sample) for sample in lease.samples]
+
+    def _result(self, lease: TaskLease, sample: SampleLease) -> SampleResult:
+        draw = random.Random(sample.sample_id)
+        task = parse_task(lease.task)
+        length = draw.randint(1, self._max_tokens)
+        completion = GeneratedCompletion(
+            token_ids=[draw.randrange(self._codec.vocabulary_size) for _ in range(length)],
+            logprobs=[-draw.random() for _ in range(length)],
+            policy_versions=[max(0, self._policy.committed_version)] * length,
+            finish_reason="stop",
+        )
+        transcript = Transcript(self._codec.encode_prompt(task["prompt"]))
+        transcript.add_completion(completion)
+        trajectory = transcript.trajectory(
+            float(draw.random() < 0.5),
+            metadata=trajectory_metadata(task, self._key_list),
+            prompt=task["prompt"],
+            response=self._codec.decode([completion.token_ids])[0],
+        )
+        return scored(sample, [trajectory], completion.finish_reason)

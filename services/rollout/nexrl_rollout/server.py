@@ -1,0 +1,80 @@
+"""The rollout process: builds the worker that the experiment names, and keeps it busy."""
+
+from nexrl.client import RolloutClient
+from nexrl.environment import load_environment
+from nexrl.errors import InvalidArgumentError
+from nexrl.models import build_tokenizer
+from nexrl.policy import Policy
+from nexrl.rewards import load_reward
+from nexrl.rpc.server import ServiceProcess, run_service
+from nexrl.spec.experiment import Experiment
+from nexrl_rollout.agent import AgentWorker
+from nexrl_rollout.gateway import Gateway
+from nexrl_rollout.mock import MockWorker
+from nexrl_rollout.single_turn import SingleTurnWorker
+from nexrl_rollout.text import TextCodec
+from nexrl_rollout.worker import RolloutLimits, RolloutLoop, RolloutWorker
+
+
+def main() -> None:
+    """`nexrl serve rollout`."""
+    run_service("rollout", start)
+
+
+async def start(process: ServiceProcess) -> None:
+    """Build everything and start to lease."""
+    experiment, settings = process.experiment, process.settings
+    model_tag = experiment.spec.model.tag
+    policy = Policy(
+        process.connect(settings.weight_sync), model_tag=model_tag, max_retries=experiment.spec.inference.max_retries
+    )
+    process.on_close(policy.close)
+    client = RolloutClient(
+        process.connect(settings.trajectory_pool), policy, model_tag=model_tag, worker_id=settings.instance
+    )
+    worker = await _build_worker(process, policy)
+    process.spawn(policy.follow_replicas())
+    process.spawn(RolloutLoop(client, worker, rollout_limits(experiment), process.activity).run())
+    await process.set_ready()
+
+
+def rollout_limits(experiment: Experiment) -> RolloutLimits:
+    """The bounds of the loop, from the experiment."""
+    rollout = experiment.spec.rollout
+    return RolloutLimits(
+        max_in_flight=rollout.workers,
+        group_size=experiment.spec.trajectory_pool.group_size,
+        lease_seconds=rollout.lease_seconds,
+        timeout_seconds=rollout.timeout_seconds,
+    )
+
+
+async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorker:
+    experiment, rollout = process.experiment, process.experiment.spec.rollout
+    codec = TextCodec(build_tokenizer(experiment.spec.model), chat=rollout.chat, system_prompt=rollout.system_prompt)
+    match rollout.type:
+        case "mock":
+            return MockWorker(policy, codec, experiment)
+        case "simple" | "single_turn_math":
+            if rollout.reward is None:
+                raise InvalidArgumentError("spec.rollout.reward: missing")
+            return SingleTurnWorker(policy, codec, load_reward(rollout.reward, experiment.folder), experiment)
+        case "agent":
+            if rollout.environment is None:
+                raise InvalidArgumentError("spec.rollout.environment: missing")
+            environment = load_environment(rollout.environment, experiment.folder)
+            return AgentWorker(await _open_gateway(process, policy, codec), environment, experiment)
+
+
+async def _open_gateway(process: ServiceProcess, policy: Policy, codec: TextCodec) -> Gateway:
+    spec = process.experiment.spec
+    gateway = Gateway(
+        policy,
+        codec,
+        model=spec.model.tag,
+        max_context_tokens=spec.inference.max_tokens_per_row,
+        timeout_seconds=spec.rollout.timeout_seconds,
+    )
+    await gateway.listen(process.settings.host, process.settings.http_port)
+    process.on_close(gateway.close)
+    return gateway

@@ -1,0 +1,77 @@
+"""rollout.type simple and single_turn_math: one prompt, one completion, a reward function."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nexrl.policy import Policy, Sampling
+from nexrl.rewards import Reward, RewardFailedError, Score, score
+from nexrl.spec.experiment import Experiment, RolloutSpec
+from nexrl.transcript import Transcript
+from nexrl.v1.inference_service_pb2 import GeneratedCompletion
+from nexrl.v1.trajectory_pb2 import VERDICT_REWARD_ERROR, SampleResult, TaskLease
+from nexrl_rollout.results import failed, scored
+from nexrl_rollout.tasks import parse_task, trajectory_metadata
+from nexrl_rollout.text import TextCodec
+from nexrl_rollout.worker import RolloutWorker
+
+
+class SingleTurnWorker(RolloutWorker):
+    """All samples of a lease in one call of the policy. The prompt is tokenized once for the group."""
+
+    def __init__(self, policy: Policy, codec: TextCodec, reward: Reward, experiment: Experiment) -> None:
+        self._policy = policy
+        self._codec = codec
+        self._reward = reward
+        self._rollout = experiment.spec.rollout
+        self._key_list = experiment.spec.trajectory_pool.key_list
+
+    async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
+        """Prompt, completions, rewards. A reward that fails fails its own sample only."""
+        task = parse_task(lease.task)
+        prompt_ids = self._codec.encode_prompt(task["prompt"])
+        completions = await self._policy.generate(
+            prompt_ids,
+            len(lease.samples),
+            sampling(self._rollout, lease.temperature),
+            timeout_seconds=self._rollout.timeout_seconds,
+        )
+        texts = self._codec.decode([completion.token_ids for completion in completions])
+        # In a thread: a slow reward must hold up neither the renewal of leases nor the other groups.
+        scores = await asyncio.to_thread(self._score, task, texts, completions)
+        metadata = trajectory_metadata(task, self._key_list)
+        results = []
+        for sample, completion, text, given in zip(lease.samples, completions, texts, scores, strict=True):
+            if isinstance(given, RewardFailedError):
+                results.append(failed(sample, VERDICT_REWARD_ERROR, given))
+                continue
+            transcript = Transcript(prompt_ids)
+            transcript.add_completion(completion)
+            trajectory = transcript.trajectory(
+                given.reward,
+                reward_components=given.components,
+                metadata=metadata,
+                prompt=task["prompt"],
+                response=text,
+            )
+            results.append(scored(sample, [trajectory], completion.finish_reason))
+        return results
+
+    def _score(
+        self, task: Mapping[str, Any], texts: Sequence[str], completions: Sequence[GeneratedCompletion]
+    ) -> list[Score | RewardFailedError]:
+        return [
+            self._score_one(task, text, completion.finish_reason == "stop")
+            for text, completion in zip(texts, completions, strict=True)
+        ]
+
+    def _score_one(self, task: Mapping[str, Any], text: str, is_finished: bool) -> Score | RewardFailedError:
+        try:
+            return score(self._reward, task, text, is_finished)
+        except RewardFailedError as error:
+            return error
+
+
+def sampling(rollout: RolloutSpec, temperature: float) -> Sampling:
+    """The experiment's sampling at the lease's temperature."""
+    return Sampling(rollout.max_new_tokens, temperature, rollout.top_p, rollout.top_k)

@@ -1,0 +1,1 @@
+"""The trainer: turns leased trajectories into optimizer updates and published policy versions."""

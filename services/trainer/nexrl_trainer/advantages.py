@@ -1,0 +1,70 @@
+"""Advantages: how much better a sample did than the samples it is compared with.
+
+Pure functions of NumPy arrays. Suffixes: _B samples in the batch, _G groups.
+Every function takes `rewards_B` (float) and `groups_B` (int, any labels; equal label = same group, groups may differ in
+size and be in any order) and returns float32 `advantages_B`. A group whose rewards are all equal gets exactly 0.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating[Any]]
+IntArray = NDArray[np.integer[Any]]
+Advantage = Callable[[FloatArray, IntArray], NDArray[np.float32]]
+
+_STD_FLOOR = 1e-4  # as in TRL and verl: keeps the advantage finite when a group's rewards barely differ
+
+
+def group_mean_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
+    """Reward minus the mean of its group: Dr.GRPO (arXiv 2503.20783), without GRPO's bias to easy and hard tasks."""
+    return _centred(rewards_B, groups_B).astype(np.float32)
+
+
+def group_standardized_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
+    """(reward - mean) / (std + 1e-4) per group: GRPO (arXiv 2402.03300), with the sample (n - 1) standard deviation."""
+    centred_B = _centred(rewards_B, groups_B)
+    index_B, size_G = _group_index(groups_B)
+    variance_G = np.bincount(index_B, weights=centred_B**2) / np.maximum(size_G - 1, 1)
+    return (centred_B / (np.sqrt(variance_G)[index_B] + _STD_FLOOR)).astype(np.float32)
+
+
+def leave_one_out_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
+    """Reward minus the mean of the OTHER samples of its group: RLOO (arXiv 2402.14740). In a group of one: 0."""
+    index_B, size_G = _group_index(groups_B)
+    scale_G = size_G / np.maximum(size_G - 1, 1)
+    return (_centred(rewards_B, groups_B) * scale_G[index_B]).astype(np.float32)
+
+
+# By the name in the experiment's `algorithm.advantage`.
+ADVANTAGES: Mapping[str, Advantage] = {
+    "group_mean": group_mean_advantages,
+    "group_mean_std": group_standardized_advantages,
+    "rloo": leave_one_out_advantages,
+}
+
+
+def zero_variance_samples(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.bool_]:
+    """True for each sample of a group whose rewards are all equal: it says nothing about which sample was better."""
+    index_B, size_G = _group_index(groups_B)
+    highest_G = np.full(size_G.shape, -np.inf)
+    lowest_G = np.full(size_G.shape, np.inf)
+    np.maximum.at(highest_G, index_B, rewards_B)
+    np.minimum.at(lowest_G, index_B, rewards_B)
+    equal_B: NDArray[np.bool_] = (highest_G == lowest_G)[index_B]
+    return equal_B
+
+
+def _centred(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float64]:
+    index_B, size_G = _group_index(groups_B)
+    mean_G = np.bincount(index_B, weights=rewards_B) / size_G
+    # The mean of n equal floats may differ from them in the last bit, and a std near 0 would magnify that.
+    return np.where(zero_variance_samples(rewards_B, groups_B), 0.0, rewards_B - mean_G[index_B])
+
+
+def _group_index(groups_B: IntArray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Each sample's group as 0..G-1, and the size of each group."""
+    _, index_B, size_G = np.unique(groups_B, return_inverse=True, return_counts=True)
+    return index_B, size_G

@@ -1,0 +1,223 @@
+"""The train worker: one training loop, top to bottom.
+
+resume -> publish -> (lease -> train -> ack -> publish -> checkpoint when due)* -> last checkpoint -> done
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from prometheus_client import Gauge
+from transformers import PreTrainedTokenizerBase
+
+from nexrl.activity import ActivityTracker
+from nexrl.models import iter_weights
+from nexrl.rpc.client import call, new_request_id
+from nexrl.spec import ExperimentSpec
+from nexrl.v1 import train_batch_pool_service_pb2 as pb
+from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceStub
+from nexrl.weights.publisher import WeightPublisher
+from nexrl_trainer.checkpoint import (
+    CheckpointMetadata,
+    find_latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from nexrl_trainer.codec import decode_train_batch
+from nexrl_trainer.step import Learner
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 20.0
+CALL_SECONDS = 60.0
+
+STEP = Gauge("nexrl_trainer_step", "Optimizer steps made.")
+STEP_SECONDS = Gauge("nexrl_trainer_step_seconds", "Seconds of the last step, by phase.", ["phase"])
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where the trainer writes, and where it starts from when it has written nothing yet."""
+
+    checkpoints: Path
+    start_from: Path | None
+
+
+class TrainWorker:
+    """Trains until the experiment's steps are made or the data is exhausted. All torch work is in one thread."""
+
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        folders: Folders,
+        channel: grpc.aio.Channel,
+        publisher: WeightPublisher,
+        activity: ActivityTracker,
+    ) -> None:
+        self.spec = spec
+        self.learner = learner
+        self.doing = "idle"
+        self.is_done = False
+        self._tokenizer = tokenizer
+        self._folders = folders
+        self._pool = TrainBatchPoolServiceStub(channel)
+        self._publisher = publisher
+        self._activity = activity
+        self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        # Whoever changes or sends the weights holds it.
+        self.weights_lock = asyncio.Lock()
+        self._incarnation = 0
+        self._acked_steps = -1
+        self._data_cursor = 0
+        self._trained_since_checkpoint: list[int] = []
+
+    async def run(self) -> None:
+        """The whole of training; `is_done` afterwards."""
+        await self._resume()
+        await self.publish()
+        while self.learner.step < self.spec.trainer.steps:
+            batch = await self._next_batch()
+            if batch is None:
+                log.warning("the data is exhausted after %d of %d steps", self.learner.step, self.spec.trainer.steps)
+                break
+            await self._step(batch)
+            if self._is_checkpoint_due():
+                await self.save_checkpoint()
+        await self.save_checkpoint()
+        self.is_done = True
+        await self._activity.post_metrics(self.learner.step, {"training_complete": 1.0})
+
+    async def in_torch_thread(self, function: Callable[[], ResultT]) -> ResultT:
+        """Run torch work where all of it runs, so that its threads are not doubled."""
+        return await asyncio.get_running_loop().run_in_executor(self._torch, function)
+
+    async def publish(self) -> None:
+        """Make the current weights the committed policy version, unless a later one has been committed already.
+
+        A trainer that replays steps after a crash meets versions that its predecessor had published.
+        """
+        with self._phase("publish", waiting_on="weight-sync"):
+            async with self.weights_lock:
+                await self._publisher.publish(list(iter_weights(self.learner.model)), self.learner.step)
+
+    async def save_checkpoint(self) -> Path:
+        """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed."""
+        path = self._folders.checkpoints / f"global_step_{self.learner.step}"
+        with self._phase("checkpoint"):
+            if not path.exists():
+                metadata = CheckpointMetadata(
+                    step=self.learner.step,
+                    batch_ids=tuple(self._trained_since_checkpoint),
+                    cursor={"position": self._data_cursor},
+                    model_tag=self.spec.model.tag,
+                )
+                folder = self._folders.checkpoints
+                await self.in_torch_thread(lambda: save_checkpoint(folder, self.learner, self._tokenizer, metadata))
+            request = pb.CommitCheckpointRequest(
+                request_id=new_request_id(),
+                model_tag=self.spec.model.tag,
+                steps=self.learner.step,
+                incarnation=self._incarnation,
+            )
+            await call(self._pool.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
+            self._trained_since_checkpoint.clear()
+            await asyncio.to_thread(prune_checkpoints, self._folders.checkpoints, self.spec.checkpoint.keep)
+        return path
+
+    async def save_last_checkpoint(self) -> None:
+        """Before the process ends: what was trained since the last checkpoint need not be replayed."""
+        # A step that the pool has not acknowledged is not the pool's; it is replayed from the checkpoint before.
+        if self._acked_steps == self.learner.step and not self.is_done:
+            await self.save_checkpoint()
+
+    async def load_checkpoint(self, path: Path) -> None:
+        """Put a checkpoint's state into the learner, and remember where its data goes on."""
+        metadata = await self.in_torch_thread(lambda: load_checkpoint(path, self.learner))
+        self._data_cursor = int(metadata.cursor.get("position", 0))
+        log.info("loaded %s", path)
+
+    async def _resume(self) -> None:
+        path = find_latest_checkpoint(self._folders.checkpoints) or self._folders.start_from
+        if path is not None:
+            await self.load_checkpoint(path)
+        request = pb.ResumeFromCheckpointRequest(
+            request_id=new_request_id(),
+            model_tag=self.spec.model.tag,
+            steps=self.learner.step,
+            data_cursor=self._data_cursor,
+        )
+        answer = await call(self._pool.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
+        self._incarnation, self._acked_steps = answer.incarnation, self.learner.step
+        log.info("trainer %d begins at step %d", answer.incarnation, self.learner.step)
+        if answer.replayed_steps:
+            log.warning("%d steps are in no checkpoint and will be replayed", answer.replayed_steps)
+
+    async def _next_batch(self) -> pb.TrainBatch | None:
+        with self._phase("wait_batch", waiting_on="trajectory-pool"):
+            while True:
+                request = pb.LeaseTrainBatchRequest(
+                    request_id=new_request_id(),
+                    model_tag=self.spec.model.tag,
+                    step=self.learner.step,
+                    wait_seconds=WAIT_SECONDS,
+                    incarnation=self._incarnation,
+                )
+                answer = await call(self._pool.LeaseTrainBatch, request, timeout_seconds=WAIT_SECONDS + CALL_SECONDS)
+                if answer.HasField("train_batch"):
+                    return answer.train_batch
+                if answer.exhausted:
+                    return None
+
+    async def _step(self, batch: pb.TrainBatch) -> None:
+        step = self.learner.step
+        with self._phase("train"):
+            async with self.weights_lock:
+                arrays = decode_train_batch(batch.tensors)
+                metrics = asdict(await self.in_torch_thread(lambda: self.learner.train(arrays)))
+        self._data_cursor = batch.data_cursor
+        self._trained_since_checkpoint.append(batch.batch_id)
+        request = pb.AckTrainBatchRequest(
+            request_id=new_request_id(), model_tag=self.spec.model.tag, step=step, incarnation=self._incarnation
+        )
+        await call(self._pool.AckTrainBatch, request, timeout_seconds=CALL_SECONDS)
+        self._acked_steps = self.learner.step
+        STEP.set(self.learner.step)
+        await asyncio.gather(self._post({**batch.metrics, **metrics}), self.publish())
+
+    async def _post(self, metrics: Mapping[str, float]) -> None:
+        await self._activity.post_metrics(self.learner.step, metrics)
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self.spec.checkpoint.every_steps
+        return every > 0 and self.learner.step % every == 0
+
+    def _phase(self, name: str, waiting_on: str = "") -> "_Phase":
+        return _Phase(self, self._activity, name, waiting_on)
+
+
+class _Phase:
+    """Names what the worker does while the block runs, and times it."""
+
+    def __init__(self, worker: TrainWorker, activity: ActivityTracker, name: str, waiting_on: str) -> None:
+        self._worker, self._name = worker, name
+        self._work = activity.track(name, waiting_on)
+
+    def __enter__(self) -> None:
+        self._work.__enter__()
+        self._worker.doing, self._began = self._name, time.monotonic()
+
+    def __exit__(self, *exception: object) -> None:
+        self._work.__exit__(None, None, None)
+        self._worker.doing = "idle"
+        STEP_SECONDS.labels(self._name).set(time.monotonic() - self._began)

@@ -1,0 +1,79 @@
+"""Starts the trainer: algorithm processor and train worker in one process."""
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from nexrl.models import build_model, build_tokenizer
+from nexrl.rpc.server import ServiceProcess, run_service
+from nexrl.spec import ExperimentSpec
+from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from nexrl.weights.publisher import WeightPublisher
+from nexrl.weights.transport import Sender
+from nexrl_trainer.loop import Folders, TrainWorker
+from nexrl_trainer.processor import AlgorithmProcessor, ReferenceLogprobs
+from nexrl_trainer.service import TrainerServicer
+from nexrl_trainer.step import Learner, LearnerSettings
+
+
+def main() -> None:
+    """Entry point of `nexrl serve trainer`."""
+    run_service("trainer", start)
+
+
+async def start(process: ServiceProcess) -> None:
+    """Build the model, find the newest checkpoint, train."""
+    spec = process.experiment.spec
+    torch.set_num_threads(spec.trainer.threads)
+    torch.manual_seed(spec.trainer.seed)
+    learner = await asyncio.to_thread(build_learner, spec)
+    pool = process.connect(process.settings.trajectory_pool)
+    publisher = WeightPublisher(
+        WeightSyncServiceStub(process.connect(process.settings.weight_sync)),
+        Sender(process.settings.host),
+        model_tag=spec.model.tag,
+        bucket_bytes=spec.weight_sync.bucket_bytes,
+        timeout_seconds=spec.weight_sync.timeout_seconds,
+    )
+    process.on_close(publisher.close)
+    folders = run_folders(process.settings.run_dir, spec)
+    worker = TrainWorker(
+        spec, learner, build_tokenizer(spec.model), folders, pool, publisher, process.activity
+    )
+    processor = AlgorithmProcessor(
+        spec.algorithm,
+        pool,
+        spec.model.tag,
+        process.activity,
+        process.settings.run_dir / "trajectories",
+        await asyncio.to_thread(reference_logprobs, spec),
+    )
+    process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")
+    process.on_close(worker.save_last_checkpoint)
+    process.spawn(publisher.keep_replicas_current())
+    process.spawn(worker.run())
+    process.spawn(processor.run())
+    await process.set_ready()
+
+
+def build_learner(spec: ExperimentSpec) -> Learner:
+    """The model with its initial weights, and its optimizer."""
+    settings = LearnerSettings(
+        spec.algorithm, spec.trainer.steps, spec.rollout.temperature, spec.trainer.max_tokens_per_micro_batch
+    )
+    return Learner(build_model(spec.model, spec.model.seed), settings)
+
+
+def reference_logprobs(spec: ExperimentSpec) -> ReferenceLogprobs | None:
+    """Log-probabilities under the initial weights, when the loss has a KL term."""
+    return build_learner(spec).forward if spec.algorithm.kl_coefficient else None
+
+
+def run_folders(run_dir: Path, spec: ExperimentSpec) -> Folders:
+    """The folders of this run, made if need be."""
+    checkpoints = Path(spec.checkpoint.path) if spec.checkpoint.path else run_dir / "checkpoints"
+    for folder in (checkpoints, run_dir / "trajectories"):
+        folder.mkdir(parents=True, exist_ok=True)
+    return Folders(checkpoints, Path(spec.resume.path) if spec.resume.mode == "from_path" and spec.resume.path else None)

@@ -1,0 +1,612 @@
+-- The ledger: every move of a sample, atomic and idempotent. One script, so that a guarantee is in one place.
+--
+-- KEYS[1]  prefix of all keys; one hash slot       ARGV[1]  name of the move
+-- ARGV[2]  now in seconds, "" for Redis's clock    ARGV[3]  request id, "" for none
+-- ARGV[4]  arguments (JSON)                        ARGV[5…] payloads (bytes)
+--
+-- Keys, below the prefix:
+--   meta        hash    counters: samples by state, cursor, numbers of the next group and batch, versions
+--   g:<group>   hash    pos | item: the task; n: size; ended, left: counts; leaves; s<k>: "state:attempt:failures"
+--   t:<group>   hash    k -> payload of a produced sample
+--   open        list    samples that were granted once and wait to be granted again
+--   items       list    tasks that were added by hand
+--   lease       zset    leased samples by deadline
+--   leaf:<name> list    produced samples that wait for their group
+--   ready       list    complete groups (JSON), oldest first
+--   b:<batch>   hash    groups, n, state (formed, leased, acked), attempt, cursor
+--   formed      zset    batches that may be leased, by number
+--   batchlease  zset    leased batches by deadline
+--   tb:<batch>  string  payload of a train batch      tb    hash    batch -> queued | trained
+--   req:<id>    string  answer to a request, kept REQUEST_SECONDS
+local REQUEST_SECONDS = 120
+local EXPIRE_AT_ONCE = 200
+
+local prefix, move, request_id = KEYS[1], ARGV[1], ARGV[3]
+local a = cjson.decode(ARGV[4])
+local function key(name) return prefix .. name end
+
+local now
+if ARGV[2] ~= "" then
+  now = tonumber(ARGV[2])
+else
+  local t = redis.call("TIME")
+  now = tonumber(t[1]) + tonumber(t[2]) / 1e6
+end
+
+local META = key("meta")
+local function count(field) return tonumber(redis.call("HGET", META, field) or 0) end
+local function add(field, by) return redis.call("HINCRBY", META, field, string.format("%d", by)) end
+local function wake(topic) redis.call("PUBLISH", key("wake"), topic) end
+
+local function fail(status, message) return { status = status, error = message } end
+
+-- rows of samples -------------------------------------------------------------------------------------------------
+
+local function split_id(id)
+  local group, k = id:match("^(%d+)%.(%d+)$")
+  return group, k
+end
+
+local function row(group, k)
+  local value = redis.call("HGET", key("g:" .. group), "s" .. k)
+  if not value then return nil end
+  local state, attempt, failures = value:match("^(%a+):(%d+):(%d+)$")
+  return { state = state, attempt = tonumber(attempt), failures = tonumber(failures) }
+end
+
+local function set_row(group, k, r)
+  redis.call("HSET", key("g:" .. group), "s" .. k, r.state .. ":" .. r.attempt .. ":" .. r.failures)
+end
+
+-- A group's rows go when every sample of it is in an acknowledged batch or dropped.
+local function settle(group, samples)
+  if redis.call("HINCRBY", key("g:" .. group), "left", -samples) == 0 then
+    redis.call("DEL", key("g:" .. group), key("t:" .. group))
+    add("groups", -1)
+  end
+end
+
+local function drop(group, k, from, reason)
+  add(from, -1)
+  add("dropped:" .. reason, 1)
+  redis.call("HDEL", key("t:" .. group), k)
+  local r = row(group, k)
+  r.state = "dropped"
+  set_row(group, k, r)
+  settle(group, 1)
+end
+
+-- groups ----------------------------------------------------------------------------------------------------------
+
+-- `credit` is what a batch pays for the group: the size it was granted with, so that a group that lost samples
+-- still takes its place in the batch, and one that is dropped whole gives its place back.
+local function release(leaf, samples, credit)
+  local oldest
+  for _, id in ipairs(samples) do
+    local group, k = split_id(id)
+    local version = tonumber(redis.call("HGET", key("g:" .. group), "v" .. k))
+    if not oldest or version < oldest then oldest = version end
+  end
+  redis.call("RPUSH", key("ready"), cjson.encode({ name = leaf, samples = samples, oldest = oldest, credit = credit }))
+  add("grouping", -#samples)
+  add("ready", #samples)
+  add("ready_credit", credit)
+  wake("batch")
+end
+
+local function close_leaf(group, leaf, samples)
+  redis.call("DEL", key("leaf:" .. leaf))
+  if a.release_incomplete then
+    redis.call("HINCRBY", key("g:" .. group), "credited", a.leaf_size)
+    release(leaf, samples, a.leaf_size)
+    return
+  end
+  for _, id in ipairs(samples) do
+    local _, k = split_id(id)
+    drop(group, k, "grouping", "incomplete_group")
+  end
+end
+
+-- Every sample of the task has ended: its incomplete leaves are released smaller or dropped, by policy.
+local function close_group(group)
+  local g = redis.call("HMGET", key("g:" .. group), "n", "leaves")
+  for _, leaf in ipairs(cjson.decode(g[2] or "[]")) do
+    local samples = redis.call("LRANGE", key("leaf:" .. leaf), 0, -1)
+    if #samples > 0 then close_leaf(group, leaf, samples) end
+  end
+  local credited = tonumber(redis.call("HGET", key("g:" .. group), "credited") or 0)
+  add("refunded", math.max(0, tonumber(g[1]) - credited))
+end
+
+-- A sample has reached its end (produced or dropped); the last one of a group closes it.
+local function end_sample(group)
+  local g = key("g:" .. group)
+  local size = tonumber(redis.call("HGET", g, "n"))
+  if redis.call("HINCRBY", g, "ended", 1) < size then return end
+  redis.call("HINCRBY", g, "left", 1) -- hold the row until the group is closed
+  if a.scoped then
+    close_group(group)
+  else
+    add("refunded", tonumber(redis.call("HGET", g, "lost") or 0))
+  end
+  settle(group, 1)
+  wake("tasks")
+  wake("ended")
+end
+
+local function lose_sample(group, k, r, verdict)
+  redis.call("ZREM", key("lease"), group .. "." .. k)
+  r.failures = r.failures + 1
+  if r.failures < a.max_attempts and verdict ~= "cancelled_stale" then
+    r.state = "open"
+    set_row(group, k, r)
+    redis.call("RPUSH", key("open"), group .. "." .. k)
+    add("leased", -1)
+    add("open", 1)
+    wake("tasks")
+    return "RETRIED"
+  end
+  redis.call("HINCRBY", key("g:" .. group), "lost", 1)
+  redis.call("HINCRBY", key("g:" .. group), "left", 1) -- hold the row until its end is counted
+  drop(group, k, "leased", verdict)
+  end_sample(group)
+  settle(group, 1)
+  return "ACCEPTED"
+end
+
+local function expire()
+  for _, id in ipairs(redis.call("ZRANGEBYSCORE", key("lease"), "-inf", now, "LIMIT", 0, EXPIRE_AT_ONCE)) do
+    local group, k = split_id(id)
+    lose_sample(group, k, row(group, k), "worker_lost")
+    add("lease_expired", 1)
+  end
+  for _, batch in ipairs(redis.call("ZRANGEBYSCORE", key("batchlease"), "-inf", now)) do
+    redis.call("ZREM", key("batchlease"), batch)
+    redis.call("HSET", key("b:" .. batch), "state", "formed")
+    redis.call("ZADD", key("formed"), batch, batch)
+    add("lease_expired", 1)
+    wake("batch")
+  end
+end
+
+-- tasks -----------------------------------------------------------------------------------------------------------
+
+local function credit()
+  if a.unlimited then return math.huge end
+  local used = count("granted") - count("refunded") + count("start_steps") * a.batch_size
+  return math.max(0, (a.staleness + math.max(count("version"), 0) + 1) * a.batch_size - used)
+end
+
+local function data_left()
+  return redis.call("LLEN", key("items")) > 0 or a.positions < 0 or count("cursor") < a.positions
+end
+
+local function exhausted()
+  return not data_left() and count("open") == 0 and count("leased") == 0
+end
+
+local function issue(size)
+  local group = tostring(add("next_group", 1) - 1)
+  local g = key("g:" .. group)
+  local item = redis.call("LPOP", key("items"))
+  if item then
+    redis.call("HSET", g, "item", item)
+  else
+    redis.call("HSET", g, "pos", add("cursor", 1) - 1)
+  end
+  redis.call("HSET", g, "n", size, "left", size)
+  for k = 0, size - 1 do
+    set_row(group, k, { state = "open", attempt = 0, failures = 0 })
+    redis.call("RPUSH", key("open"), group .. "." .. k)
+  end
+  add("groups", 1)
+  add("granted", size)
+  add("open", size)
+end
+
+local function take_open(samples)
+  local taken = {}
+  while #taken < samples do
+    local id = redis.call("LPOP", key("open"))
+    if not id then break end
+    local group, k = split_id(id)
+    local r = row(group, k)
+    r.state, r.attempt = "leased", r.attempt + 1
+    set_row(group, k, r)
+    redis.call("ZADD", key("lease"), now + a.lease_seconds, id)
+    taken[#taken + 1] = { id = id, group = group, attempt = r.attempt }
+  end
+  add("open", -#taken)
+  add("leased", #taken)
+  return taken
+end
+
+local function waiting_on()
+  if redis.call("HGET", META, "hold") then return "validation" end
+  if not data_left() then return "data" end
+  return "credit"
+end
+
+local moves = {}
+
+function moves.lease_tasks()
+  expire()
+  if redis.call("HGET", META, "hold") and not a.unlimited then
+    return { empty = true, waiting_on = "validation", exhausted = false }
+  end
+  while count("open") < a.max_samples and data_left() do
+    local free = credit()
+    local size = a.samples_per_task
+    if free < size and not a.scoped then size = free end
+    if free < size or size < 1 then break end
+    if count("open") > 0 and count("open") + size > a.max_samples then break end
+    issue(size)
+  end
+  local leases, by_group = {}, {}
+  for _, sample in ipairs(take_open(a.max_samples)) do
+    local lease = by_group[sample.group]
+    if not lease then
+      local task = redis.call("HMGET", key("g:" .. sample.group), "pos", "item")
+      lease = { group = sample.group, pos = tonumber(task[1] or -1), item = task[2] or "", samples = {} }
+      by_group[sample.group] = lease
+      leases[#leases + 1] = lease
+    end
+    lease.samples[#lease.samples + 1] = { sample.id, sample.attempt }
+  end
+  if #leases == 0 then return { empty = true, waiting_on = waiting_on(), exhausted = exhausted() } end
+  return { leases = leases, deadline = now + a.lease_seconds }
+end
+
+function moves.renew()
+  local lost = {}
+  for _, sample in ipairs(a.samples) do
+    local group, k = split_id(sample[1])
+    local r = row(group, k)
+    if r and r.state == "leased" and r.attempt == sample[2] then
+      redis.call("ZADD", key("lease"), now + a.lease_seconds, sample[1])
+    else
+      lost[#lost + 1] = sample[1]
+    end
+  end
+  return { lost = lost }
+end
+
+function moves.return_samples()
+  local returned = 0
+  for _, sample in ipairs(a.samples) do
+    local group, k = split_id(sample[1])
+    local r = row(group, k)
+    if r and r.state == "leased" and r.attempt == sample[2] then
+      r.state = "open"
+      set_row(group, k, r)
+      redis.call("ZREM", key("lease"), sample[1])
+      redis.call("LPUSH", key("open"), sample[1])
+      returned = returned + 1
+    end
+  end
+  add("leased", -returned)
+  add("open", returned)
+  wake("tasks")
+  return { returned = returned }
+end
+
+function moves.add_task()
+  redis.call(a.front and "LPUSH" or "RPUSH", key("items"), ARGV[5])
+  wake("tasks")
+  return {}
+end
+
+function moves.reset()
+  redis.call("HSET", META, "cursor", 0)
+  wake("tasks")
+  return {}
+end
+
+-- trajectories ----------------------------------------------------------------------------------------------------
+
+local function join_leaf(group, id, leaf)
+  local g = key("g:" .. group)
+  local leaves = cjson.decode(redis.call("HGET", g, "leaves") or "[]")
+  local is_known = false
+  for _, name in ipairs(leaves) do is_known = is_known or name == leaf end
+  if not is_known then
+    leaves[#leaves + 1] = leaf
+    redis.call("HSET", g, "leaves", cjson.encode(leaves))
+  end
+  if redis.call("RPUSH", key("leaf:" .. leaf), id) >= a.leaf_size then
+    local samples = redis.call("LRANGE", key("leaf:" .. leaf), 0, -1)
+    redis.call("DEL", key("leaf:" .. leaf))
+    redis.call("HINCRBY", g, "credited", #samples)
+    release(leaf, samples, #samples)
+  end
+end
+
+local function put_one(result, payload)
+  local group, k = split_id(result.id)
+  if not group then return "FENCED" end
+  local r = row(group, k)
+  if not r or r.attempt ~= result.attempt then
+    add("fenced_writes", 1)
+    return "FENCED"
+  end
+  if r.state == "produced" then
+    add("duplicates_rejected", 1)
+    return "DUPLICATE"
+  end
+  if r.state ~= "leased" then
+    add("fenced_writes", 1)
+    return "FENCED"
+  end
+  if result.failure then return lose_sample(group, k, r, result.failure) end
+  r.state = "produced"
+  set_row(group, k, r)
+  redis.call("ZREM", key("lease"), result.id)
+  redis.call("HSET", key("t:" .. group), k, payload)
+  redis.call("HSET", key("g:" .. group), "v" .. k, result.oldest)
+  add("leased", -1)
+  add("grouping", 1)
+  if result.leaf then join_leaf(group, result.id, result.leaf) end
+  end_sample(group)
+  return "ACCEPTED"
+end
+
+function moves.put_samples()
+  local outcomes = {}
+  for i, result in ipairs(a.results) do
+    outcomes[i] = put_one(result, ARGV[4 + i])
+  end
+  return { outcomes = outcomes }
+end
+
+-- batches ---------------------------------------------------------------------------------------------------------
+
+local function drop_stale(entry)
+  for _, id in ipairs(entry.samples) do
+    local group, k = split_id(id)
+    drop(group, k, "ready", "stale")
+  end
+  add("ready_credit", -entry.credit)
+  add("refunded", entry.credit)
+  wake("tasks")
+end
+
+-- Batch b is trained by step b, so how stale a group will be is known here, before anyone computes on it.
+local function drop_stale_groups(batch)
+  local entries = redis.call("LRANGE", key("ready"), 0, -1)
+  for _, encoded in ipairs(entries) do
+    local entry = cjson.decode(encoded)
+    if batch - entry.oldest > a.staleness then
+      redis.call("LREM", key("ready"), 1, encoded)
+      drop_stale(entry)
+    end
+  end
+end
+
+local function batch_credit()
+  local idle = count("open") == 0 and count("leased") == 0 and (count("grouping") == 0 or not a.scoped)
+  local ready = count("ready_credit")
+  if ready == 0 then return 0 end
+  if idle and not data_left() then return math.min(ready, a.batch_size) end -- the last, smaller batch
+  if a.needs_idle and not (idle and credit() < (a.scoped and a.samples_per_task or 1)) then return 0 end
+  if a.needs_size and ready < a.batch_size then return 0 end
+  return a.needs_size and a.batch_size or ready
+end
+
+local function form_batch()
+  local batch = count("next_batch")
+  drop_stale_groups(batch)
+  local wanted = batch_credit()
+  if wanted == 0 then return nil end
+  local groups, samples, taken = {}, 0, 0
+  while taken < wanted do
+    local encoded = redis.call("LPOP", key("ready"))
+    if not encoded then break end
+    local entry = cjson.decode(encoded)
+    groups[#groups + 1] = entry
+    samples = samples + #entry.samples
+    taken = taken + entry.credit
+  end
+  add("ready", -samples)
+  add("ready_credit", -taken)
+  add("batched", samples)
+  add("next_batch", 1)
+  redis.call("HSET", key("b:" .. batch), "groups", cjson.encode(groups), "n", samples, "state", "formed", "attempt", 0,
+    "cursor", math.max(0, count("cursor") - count("groups") + #groups))
+  redis.call("ZADD", key("formed"), batch, batch)
+  return batch
+end
+
+function moves.lease_batch()
+  expire()
+  local first = redis.call("ZRANGE", key("formed"), 0, 0)[1]
+  if not first then
+    if redis.call("ZCARD", key("batchlease")) + redis.call("HLEN", key("tb")) - count("kept") >= a.max_queued then
+      return { empty = true, exhausted = false }
+    end
+    first = form_batch()
+  end
+  if not first then
+    return { empty = true, exhausted = exhausted() and count("ready") == 0 and redis.call("ZCARD", key("batchlease")) == 0 }
+  end
+  local b = key("b:" .. first)
+  redis.call("ZREM", key("formed"), first)
+  redis.call("ZADD", key("batchlease"), now + a.lease_seconds, first)
+  redis.call("HSET", b, "state", "leased")
+  local attempt = redis.call("HINCRBY", b, "attempt", 1)
+  local row_ = redis.call("HMGET", b, "groups", "cursor")
+  return { batch = tonumber(first), attempt = attempt, groups = cjson.decode(row_[1]), cursor = tonumber(row_[2]) }
+end
+
+local function owned_batch(batch, attempt)
+  local b = redis.call("HMGET", key("b:" .. batch), "state", "attempt")
+  return b[1], tonumber(b[2] or -1) == attempt
+end
+
+function moves.return_batch()
+  local state, is_owner = owned_batch(a.batch, a.attempt)
+  if state ~= "leased" or not is_owner then return fail("ABORTED", "batch " .. a.batch .. ": the lease was lost") end
+  redis.call("ZREM", key("batchlease"), a.batch)
+  redis.call("HSET", key("b:" .. a.batch), "state", "formed")
+  redis.call("ZADD", key("formed"), a.batch, a.batch)
+  wake("batch")
+  return {}
+end
+
+-- The batch is acknowledged in the move that stores its train batch: there is no instant at which neither holds it.
+function moves.put_train_batch()
+  local state, is_owner = owned_batch(a.batch, a.attempt)
+  if state == "acked" and is_owner then return {} end
+  if state ~= "leased" or not is_owner then return fail("ABORTED", "batch " .. a.batch .. ": the lease was lost") end
+  local b = key("b:" .. a.batch)
+  redis.call("SET", key("tb:" .. a.batch), ARGV[5])
+  redis.call("HSET", key("tb"), a.batch, "queued")
+  redis.call("ZREM", key("batchlease"), a.batch)
+  redis.call("HSET", b, "state", "acked")
+  for _, entry in ipairs(cjson.decode(redis.call("HGET", b, "groups"))) do
+    for _, id in ipairs(entry.samples) do
+      local group = split_id(id)
+      settle(group, 1)
+    end
+  end
+  wake("train")
+  return {}
+end
+
+-- train batches ---------------------------------------------------------------------------------------------------
+
+local function fenced()
+  if a.incarnation ~= count("incarnation") then
+    return fail("ABORTED", "trainer incarnation " .. a.incarnation .. ": a newer trainer, " .. count("incarnation") .. ", has taken over")
+  end
+end
+
+function moves.lease_train_batch()
+  local refused = fenced()
+  if refused then return refused end
+  if a.step < count("durable_steps") then
+    return fail("FAILED_PRECONDITION", "step " .. a.step .. ": a committed checkpoint contains it")
+  end
+  if redis.call("HEXISTS", key("tb"), a.step) == 1 then return { found = true, exhausted = false } end
+  return { found = false, exhausted = a.step >= count("next_batch") and exhausted() and count("ready") == 0 }
+end
+
+function moves.ack_train_batch()
+  local refused = fenced()
+  if refused then return refused end
+  local state = redis.call("HGET", key("tb"), a.step)
+  if state == "trained" or a.step < count("durable_steps") then return {} end
+  if not state then return fail("NOT_FOUND", "step " .. a.step .. ": no such train batch") end
+  if a.step ~= count("trained_steps") then
+    return fail("FAILED_PRECONDITION", "step " .. a.step .. ": step " .. count("trained_steps") .. " comes next")
+  end
+  local samples = tonumber(redis.call("HGET", key("b:" .. a.step), "n"))
+  redis.call("HSET", key("tb"), a.step, "trained")
+  add("batched", -samples)
+  add("trained", samples)
+  add("trained_steps", 1)
+  add("kept", 1)
+  wake("batch")
+  return {}
+end
+
+function moves.commit_checkpoint()
+  local refused = fenced()
+  if refused then return refused end
+  if a.steps > count("trained_steps") then
+    return fail("FAILED_PRECONDITION", "steps " .. a.steps .. ": only " .. count("trained_steps") .. " were acknowledged")
+  end
+  for step = count("durable_steps"), a.steps - 1 do
+    add("durable", tonumber(redis.call("HGET", key("b:" .. step), "n")))
+    add("kept", -1)
+    redis.call("HDEL", key("tb"), step)
+    redis.call("DEL", key("tb:" .. step), key("b:" .. step))
+  end
+  if a.steps > count("durable_steps") then redis.call("HSET", META, "durable_steps", a.steps) end
+  return {}
+end
+
+function moves.resume()
+  if count("granted") == 0 and count("incarnation") == 0 then
+    redis.call("HSET", META, "start_steps", a.steps, "next_batch", a.steps, "trained_steps", a.steps,
+      "durable_steps", a.steps, "cursor", a.cursor, "version", a.steps)
+  end
+  if a.steps < count("durable_steps") or a.steps > count("trained_steps") then
+    return fail("FAILED_PRECONDITION", "steps " .. a.steps .. ": the ledger can resume from " .. count("durable_steps") ..
+      " to " .. count("trained_steps") .. "; load such a checkpoint, or start under another name")
+  end
+  local replayed = 0
+  for step = a.steps, count("trained_steps") - 1 do
+    local samples = tonumber(redis.call("HGET", key("b:" .. step), "n"))
+    redis.call("HSET", key("tb"), step, "queued")
+    add("trained", -samples)
+    add("batched", samples)
+    add("kept", -1)
+    replayed = replayed + 1
+  end
+  redis.call("HSET", META, "trained_steps", a.steps)
+  -- The algorithm processor ends with its trainer: what it had leased is to be leased again, at once.
+  for _, batch in ipairs(redis.call("ZRANGE", key("batchlease"), 0, -1)) do
+    redis.call("ZREM", key("batchlease"), batch)
+    redis.call("HSET", key("b:" .. batch), "state", "formed")
+    redis.call("ZADD", key("formed"), batch, batch)
+  end
+  wake("batch")
+  wake("train")
+  return { incarnation = add("incarnation", 1), replayed = replayed }
+end
+
+-- versions and validation -----------------------------------------------------------------------------------------
+
+function moves.set_version()
+  if a.version > count("version") or not redis.call("HGET", META, "version") then
+    redis.call("HSET", META, "version", a.version)
+    wake("tasks")
+  end
+  return { version = count("version") }
+end
+
+function moves.hold()
+  redis.call("HSET", META, "hold", a.version)
+  wake("tasks")
+  return {}
+end
+
+function moves.unhold()
+  if count("hold") == a.version then redis.call("HDEL", META, "hold") end
+  wake("tasks")
+  return {}
+end
+
+function moves.clear()
+  for group = 0, count("next_group") - 1 do redis.call("DEL", key("g:" .. group), key("t:" .. group)) end
+  redis.call("DEL", META, key("open"), key("lease"), key("items"), key("ready"))
+  return {}
+end
+
+function moves.expire()
+  expire()
+  local first = redis.call("ZRANGE", key("lease"), 0, 0, "WITHSCORES")[2]
+  local batch = redis.call("ZRANGE", key("batchlease"), 0, 0, "WITHSCORES")[2]
+  local due = math.min(tonumber(first or "inf"), tonumber(batch or "inf"))
+  return { due_in = due < math.huge and math.max(0, due - now) or -1 }
+end
+
+function moves.state()
+  return { meta = redis.call("HGETALL", META), credit = math.min(credit(), 2 ^ 53), data_left = data_left(),
+           exhausted = exhausted(), queued = redis.call("HLEN", key("tb")) - count("kept") }
+end
+
+-- dispatch --------------------------------------------------------------------------------------------------------
+
+local request = key("req:" .. request_id)
+if request_id ~= "" then
+  local first_answer = redis.call("GET", request)
+  if first_answer then return first_answer end
+end
+local result = moves[move]()
+local answer = cjson.encode(result)
+-- An empty or refused request has changed nothing, and may be tried again under the same id.
+if request_id ~= "" and not result.error and not result.empty then
+  redis.call("SET", request, answer, "EX", REQUEST_SECONDS)
+end
+return answer

@@ -1,0 +1,212 @@
+"""The pools of one model tag: its training ledger, its validation ledger, its data, and the waits on them."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nexrl.datasets import Task, TaskSource
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from nexrl.spec import ExperimentSpec
+from nexrl.store import Redis, key_prefix
+from nexrl_trajectory_pool.ledger import UNLIMITED, Grant, GrantedBatch, GrantedTask, Ledger, LedgerRules
+from nexrl_trajectory_pool.wakeups import WakeUps
+
+MAX_SLEEP_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A granted task with its item (JSON)."""
+
+    task_id: str
+    item_json: str
+    granted: GrantedTask
+    is_validation: bool
+
+
+@dataclass(frozen=True)
+class LeasedTasks:
+    """Answer to Pool.lease_tasks; `deadline` in Unix seconds."""
+
+    leases: tuple[Lease, ...]
+    deadline: float
+    waiting_on: str
+    exhausted: bool
+
+
+class Pool:
+    """The pools of one model tag. Holds no state of its own: any number of processes may serve the same one."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        experiment: str,
+        spec: ExperimentSpec,
+        train: TaskSource,
+        validation: TaskSource | None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.tag = spec.model.tag
+        self.spec = spec
+        prefix = key_prefix(experiment, self.tag)
+        self.training = Ledger(redis, prefix, training_rules(spec, train), clock)
+        self.validation = Ledger(redis, prefix + "val:", validation_rules(spec, validation), clock)
+        self.wakeups = WakeUps(redis, [self.training.wake_channel, self.validation.wake_channel])
+        self._train = train
+        self._validation = validation
+        self._round_key = prefix + "validating"
+        self._redis = redis
+
+    def source(self, is_validation: bool) -> TaskSource:
+        """The data of one purpose. Raises NotFoundError when the experiment has no validation."""
+        if not is_validation:
+            return self._train
+        if self._validation is None:
+            raise NotFoundError("purpose: VALIDATION: the experiment has no section validation")
+        return self._validation
+
+    def ledger(self, is_validation: bool) -> Ledger:
+        """The ledger of one purpose."""
+        return self.validation if is_validation else self.training
+
+    async def lease_tasks(
+        self, request_id: str, max_samples: int, lease_seconds: float, wait_seconds: float
+    ) -> LeasedTasks:
+        """Grant samples, those of a running validation round before all others; waits while there are none."""
+        seconds = lease_seconds or self.spec.rollout.lease_seconds
+
+        async def attempt() -> tuple[LeasedTasks, bool]:
+            if await self.validating() is not None:
+                grant = await self.validation.lease_tasks(request_id, max_samples, seconds)
+                return self._with_items(grant, is_validation=True), bool(grant.tasks)
+            grant = await self.training.lease_tasks(request_id, max_samples, seconds)
+            return self._with_items(grant, is_validation=False), bool(grant.tasks) or grant.exhausted
+
+        return await self.wakeups.until("tasks", attempt, wait_seconds)
+
+    async def lease_batch(
+        self, request_id: str, batch_size: int, lease_seconds: float, wait_seconds: float
+    ) -> tuple[GrantedBatch | None, bool]:
+        """Lease a batch, waiting until one is ready; also tells whether none can come any more."""
+        seconds = lease_seconds or self.spec.rollout.lease_seconds
+
+        async def attempt() -> tuple[tuple[GrantedBatch | None, bool], bool]:
+            batch, exhausted = await self.training.lease_batch(request_id, seconds, batch_size)
+            return (batch, exhausted), batch is not None or exhausted
+
+        return await self.wakeups.until("batch", attempt, wait_seconds)
+
+    async def lease_train_batch(
+        self, step: int, incarnation: int, wait_seconds: float
+    ) -> tuple[bytes | None, bool]:
+        """The train batch of `step`, waiting until it is there; also tells whether none can come any more."""
+
+        async def attempt() -> tuple[tuple[bytes | None, bool], bool]:
+            payload, exhausted = await self.training.lease_train_batch(step, incarnation)
+            return (payload, exhausted), payload is not None or exhausted
+
+        return await self.wakeups.until("train", attempt, wait_seconds)
+
+    async def validating(self) -> int | None:
+        """The version of the running validation round; None when there is none."""
+        version = await self._redis.get(self._round_key)
+        return None if version is None else int(version)
+
+    async def start_validation(self, version: int) -> int:
+        """Begin a round; gives its number of samples. Raises FailedPreconditionError while another round runs."""
+        samples = len(self.source(True)) * self.validation.rules.samples_per_task
+        running = await self.validating()
+        if running == version:
+            return samples
+        if running is not None:
+            raise FailedPreconditionError(f"policy_version: {version}: version {running} is being validated")
+        await self.validation.clear()
+        await self.training.hold(version)
+        await self._redis.set(self._round_key, version)
+        await self._redis.publish(self.validation.wake_channel, "tasks")
+        return samples
+
+    async def wait_validation(self, version: int, wait_seconds: float) -> tuple[bool, list[bytes], int]:
+        """Wait until every sample of the round has ended; gives (complete, payloads of produced samples, failed)."""
+
+        async def attempt() -> tuple[tuple[bool, list[bytes], int], bool]:
+            if await self.validating() != version:
+                raise NotFoundError(f"policy_version: {version} is not being validated")
+            state = await self.validation.state()
+            if not state.exhausted:
+                return (False, [], 0), False
+            return (True, await self.validation.produced(), sum(state.dropped.values())), True
+
+        return await self.wakeups.until("ended", attempt, wait_seconds)
+
+    async def end_validation(self, version: int) -> None:
+        """End the round and grant training samples again."""
+        if await self.validating() == version:
+            await self._redis.delete(self._round_key)
+            await self.validation.clear()
+        await self.training.unhold(version)
+
+    async def expire_leases(self) -> None:
+        """Take back leases as they run out, for as long as the task lives."""
+        while True:
+            due = [await self.training.expire(), await self.validation.expire()]
+            # A lease may be granted while this sleeps, and may be short: hence the bound.
+            await asyncio.sleep(min([MAX_SLEEP_SECONDS, *(d for d in due if d is not None)]))
+
+    def task(self, is_validation: bool, position: int) -> Task:
+        """The item at `position` of the sequence of all epochs."""
+        source = self.source(is_validation)
+        return source.task(*source.locate(position))
+
+    def _with_items(self, grant: Grant, *, is_validation: bool) -> LeasedTasks:
+        leases = []
+        for granted in grant.tasks:
+            task = json.loads(granted.item) if granted.item else self.task(is_validation, granted.position)
+            leases.append(Lease(str(task["id"]), json.dumps(task), granted, is_validation))
+        return LeasedTasks(tuple(leases), grant.deadline, grant.waiting_on, grant.exhausted)
+
+
+def training_rules(spec: ExperimentSpec, source: TaskSource) -> LedgerRules:
+    """What the experiment asks of the training ledger."""
+    pool = spec.trajectory_pool
+    return LedgerRules(
+        batch_size=pool.batch_size,
+        leaf_size=pool.group_size if pool.key_list else 1,
+        samples_per_task=pool.group_size,
+        positions=UNLIMITED if source.total is None else source.total,
+        staleness=spec.weight_sync.staleness_threshold,
+        scoped="task_id" in pool.key_list,
+        release_incomplete=pool.incomplete_groups == "release",
+        max_attempts=spec.rollout.max_attempts,
+        max_queued=spec.train_batch_pool.max_queued,
+        needs_size=pool.readiness != "loaded_batch_finished",
+        needs_idle=pool.readiness != "batch_size",
+    )
+
+
+def validation_rules(spec: ExperimentSpec, source: TaskSource | None) -> LedgerRules:
+    """The validation ledger: every task once, no groups, no credit."""
+    samples = spec.validation.samples_per_task if spec.validation else 1
+    return replace(
+        training_rules(spec, source) if source else LedgerRules(1, 1, 1, 0, 0, False, False, 1, 1),
+        leaf_size=1,
+        samples_per_task=samples,
+        scoped=False,
+        unlimited=True,
+    )
+
+
+def group_key(key_list: Sequence[str], sample_id: str, metadata: Mapping[str, str]) -> str:
+    """Name of the leaf group of a sample: the values of the key list, or the sample itself when the list is empty.
+
+    `task_id` stands for the task as it was granted, so that two epochs never share a group. Raises
+    InvalidArgumentError when a trajectory lacks a key.
+    """
+    if not key_list:
+        return sample_id
+    missing = [key for key in key_list if key != "task_id" and key not in metadata]
+    if missing:
+        raise InvalidArgumentError(f"metadata: lacks {missing}; trajectoryPool.keyList groups by {list(key_list)}")
+    group = sample_id.partition(".")[0]
+    return "/".join(group if key == "task_id" else f"{key}={metadata[key]}" for key in key_list)

@@ -1,0 +1,26 @@
+"""Metrics of a validation round."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from nexrl.v1 import trajectory_pb2 as pb
+
+
+def validation_metrics(payloads: Sequence[bytes], failed: int) -> Mapping[str, float]:
+    """Mean of the reward and of each component over the scored samples, prefix `val/`, and how many there were.
+
+    A component that only some samples report is averaged over those. Samples whose metadata has `data_source` are
+    also reported by source, as `val/<source>/<name>`.
+    """
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for payload in payloads:
+        for trajectory in pb.SampleResult.FromString(payload).trajectories[-1:]:
+            scores = {"reward": trajectory.reward, **trajectory.reward_components}
+            source = trajectory.metadata.get("data_source")
+            for name, value in scores.items():
+                values[f"val/{name}"].append(value)
+                if source:
+                    values[f"val/{source}/{name}"].append(value)
+    means = {name: fmean(found) for name, found in values.items()}
+    return means | {"val/num_samples": float(len(payloads)), "val/num_failed": float(failed)}

@@ -1,0 +1,59 @@
+"""Weight sync's state in Redis: one hash in the slot of the experiment's model tag."""
+
+import json
+from dataclasses import asdict
+
+from redis.exceptions import RedisError
+
+from nexrl.errors import FailedPreconditionError, UnavailableError
+from nexrl.store import Redis
+from nexrl_weight_sync.coordinator import NO_VERSION, Replica, State, Weights
+
+# Fences off a process that has been replaced but does not know it yet.
+_SAVE = """
+local version = tonumber(redis.call('HGET', KEYS[1], 'committed_version') or '-1')
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
+if version > tonumber(ARGV[1]) or epoch > tonumber(ARGV[3]) then return 0 end
+redis.call('HSET', KEYS[1], 'committed_version', ARGV[1], 'digest', ARGV[2], 'epoch', ARGV[3], 'held_version', ARGV[4],
+  'replicas', ARGV[5])
+return 1
+"""
+
+
+class WeightSyncStore:
+    """Loads and saves the state of one model tag."""
+
+    def __init__(self, redis: Redis, prefix: str) -> None:
+        """`prefix`: `nexrl.store.key_prefix` of the experiment and model tag."""
+        self._redis = redis
+        self._key = f"{prefix}weight_sync"
+        self._save = redis.register_script(_SAVE)
+
+    async def load(self) -> State:
+        """The state that was saved last; that of an experiment which has not begun when there is none."""
+        fields: dict[bytes, bytes] = await self._redis.hgetall(self._key)
+        if not fields:
+            return State()
+        return State(
+            committed=Weights(int(fields[b"committed_version"]), fields[b"digest"].decode()),
+            epoch=int(fields[b"epoch"]),
+            held_version=int(fields.get(b"held_version", NO_VERSION)),
+            replicas=tuple(_replica(replica) for replica in json.loads(fields[b"replicas"])),
+        )
+
+    async def save(self, state: State) -> None:
+        """Store `state`. Raises FailedPreconditionError when a newer one is stored, UnavailableError without Redis."""
+        replicas = json.dumps([asdict(replica) for replica in state.replicas])
+        arguments = [state.committed.policy_version, state.committed.digest, state.epoch, state.held_version, replicas]
+        try:
+            is_saved = await self._save(keys=[self._key], args=arguments)
+        except RedisError as error:
+            raise UnavailableError(f"weight sync's state could not be stored: {error}") from error
+        if not is_saved:
+            raise FailedPreconditionError("another weight-sync process serves this model tag; this one is out of date")
+
+
+def _replica(fields: dict[str, object]) -> Replica:
+    holds = fields["holds"]
+    assert isinstance(holds, dict)
+    return Replica(str(fields["replica_id"]), str(fields["address"]), str(fields["http_url"]), Weights(**holds))

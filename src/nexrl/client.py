@@ -1,0 +1,133 @@
+"""SDK for rollout workers in Python: lease tasks, sample from the policy, put trajectories. Needs nothing but gRPC.
+
+async with open_rollout_client("pool:50051", "weight-sync:50051", worker_id="mine") as client:
+    async for lease in client.leases(max_samples=16):
+        completions = await client.policy.generate(prompt_ids, len(lease.samples), Sampling(max_new_tokens=32))
+        await client.put(lease.purpose, [...])
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from nexrl.policy import Policy
+from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.v1 import data_loader_service_pb2 as data_loader
+from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceStub
+from nexrl.v1.trajectory_pb2 import PURPOSE_VALIDATION, Purpose, PutOutcome, SampleLease, SampleResult, TaskLease
+from nexrl.v1.trajectory_pool_service_pb2 import PutSamplesRequest
+from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
+from nexrl.v1.validator_service_pb2 import PutValidationSamplesRequest
+from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
+
+MAX_PUT_BYTES = 8 * 2**20
+"""Results of one call; more are put in several. Far below the largest message, which a single result may need."""
+
+LEASE_WAIT_SECONDS = 20.0
+CALL_SECONDS = 60.0
+
+
+class RolloutClient:
+    """The pool as a rollout worker sees it, and the policy. Every call is repeated while the pool is away, for
+    CALL_SECONDS."""
+
+    def __init__(self, pool: grpc.aio.Channel, policy: Policy, *, model_tag: str = "default", worker_id: str) -> None:
+        self.policy = policy
+        self.model_tag = model_tag
+        self.worker_id = worker_id
+        self._data_loader = DataLoaderServiceStub(pool)
+        self._pool = TrajectoryPoolServiceStub(pool)
+        self._validator = ValidatorServiceStub(pool)
+
+    async def lease(
+        self, max_samples: int, *, wait_seconds: float = LEASE_WAIT_SECONDS, request_id: str | None = None
+    ) -> data_loader.LeaseTasksResponse:
+        """Lease at most `max_samples` samples; waits for a grant, at most `wait_seconds`.
+
+        The same `request_id` gets the same answer again.
+        """
+        request = data_loader.LeaseTasksRequest(
+            request_id=request_id or new_request_id(),
+            model_tag=self.model_tag,
+            worker_id=self.worker_id,
+            max_samples=max_samples,
+            wait_seconds=wait_seconds,
+        )
+        return await call(self._data_loader.LeaseTasks, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+
+    async def leases(self, max_samples: int) -> AsyncIterator[TaskLease]:
+        """Leases without end, for training and validation alike; ends when the data is exhausted.
+
+        Samples that take longer than the experiment's `rollout.leaseSeconds` need `renew`.
+        """
+        while True:
+            response = await self.lease(max_samples)
+            for lease in response.leases:
+                yield lease
+            if response.exhausted and not response.leases:
+                return
+
+    async def renew(self, samples: Iterable[SampleLease], purpose: Purpose.ValueType) -> set[str]:
+        """Move the deadline of leases; gives the ids of the samples that are lost and must be worked on no longer."""
+        request = data_loader.RenewLeasesRequest(
+            request_id=new_request_id(), model_tag=self.model_tag, samples=samples, purpose=purpose
+        )
+        response = await call(self._data_loader.RenewLeases, request, timeout_seconds=CALL_SECONDS)
+        return set(response.lost_sample_ids)
+
+    async def return_samples(self, samples: Iterable[SampleLease], purpose: Purpose.ValueType) -> int:
+        """Give leases back unattempted, to be granted again at once; gives how many were still held."""
+        request = data_loader.ReturnSamplesRequest(
+            request_id=new_request_id(), model_tag=self.model_tag, samples=samples, purpose=purpose
+        )
+        return (await call(self._data_loader.ReturnSamples, request, timeout_seconds=CALL_SECONDS)).returned
+
+    async def put(self, purpose: Purpose.ValueType, results: Sequence[SampleResult]) -> list[PutOutcome.ValueType]:
+        """Store what became of samples, where their purpose wants it; gives what was done with each, in this order."""
+        outcomes: list[PutOutcome.ValueType] = []
+        for part in _parts(results):
+            outcomes += await self._put(purpose, part)
+        return outcomes
+
+    async def _put(self, purpose: Purpose.ValueType, results: Sequence[SampleResult]) -> Sequence[PutOutcome.ValueType]:
+        if purpose == PURPOSE_VALIDATION:
+            validation = PutValidationSamplesRequest(
+                request_id=new_request_id(), model_tag=self.model_tag, worker_id=self.worker_id, results=results
+            )
+            return (await call(self._validator.PutValidationSamples, validation, timeout_seconds=CALL_SECONDS)).outcomes
+        training = PutSamplesRequest(
+            request_id=new_request_id(), model_tag=self.model_tag, worker_id=self.worker_id, results=results
+        )
+        return (await call(self._pool.PutSamples, training, timeout_seconds=CALL_SECONDS)).outcomes
+
+
+@asynccontextmanager
+async def open_rollout_client(
+    pool_address: str, weight_sync_address: str, *, worker_id: str, model_tag: str = "default", max_retries: int = 3
+) -> AsyncIterator[RolloutClient]:
+    """A client of a running experiment, host:port each; it follows the replicas for as long as the block runs."""
+    async with connect(pool_address) as pool, connect(weight_sync_address) as weight_sync:
+        policy = Policy(weight_sync, model_tag=model_tag, max_retries=max_retries)
+        following = asyncio.create_task(policy.follow_replicas())
+        try:
+            yield RolloutClient(pool, policy, model_tag=model_tag, worker_id=worker_id)
+        finally:
+            following.cancel()
+            await policy.close()
+
+
+def _parts(results: Sequence[SampleResult]) -> Iterator[Sequence[SampleResult]]:
+    """The results in parts of at most MAX_PUT_BYTES; a result larger than that has a part of its own."""
+    part: list[SampleResult] = []
+    part_bytes = 0
+    for result in results:
+        result_bytes = result.ByteSize()
+        if part and part_bytes + result_bytes > MAX_PUT_BYTES:
+            yield part
+            part, part_bytes = [], 0
+        part.append(result)
+        part_bytes += result_bytes
+    if part:
+        yield part

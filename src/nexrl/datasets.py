@@ -1,0 +1,279 @@
+"""Tasks: what a data section of an experiment means, read and checked as a whole before anything starts.
+
+All tasks of a source are kept in memory (at most MAX_TASKS). Their order is a pure function of seed and epoch: one
+position in the sequence of all epochs is all that a checkpoint needs to remember of the data.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+
+import numpy as np
+
+from nexrl.errors import InvalidArgumentError, Violation
+from nexrl.references import load_reference
+
+if TYPE_CHECKING:  # nexrl.spec.load checks the tasks of a file with this module
+    from nexrl.spec.experiment import (
+        DataSpec,
+        ExperimentSpec,
+        MockDataSpec,
+        PythonDataSpec,
+        ReasoningGymDataSpec,
+    )
+
+MAX_TASKS = 1_000_000
+MAX_REPORTED = 10
+"""Broken rows named in one message."""
+
+Split = Literal["train", "validation"]
+
+
+class Task(TypedDict):
+    """One item of a data set, JSON values only, since it crosses the wire; `metadata` has the row's other fields."""
+
+    id: str
+    prompt: str
+    answer: str | None
+    metadata: dict[str, object]
+
+
+class DatasetError(InvalidArgumentError):
+    """A source of tasks cannot be used; `violations` name the experiment's key, and file, line and field."""
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """The tasks of one split, in the order in which they are handed out."""
+
+    tasks: Sequence[Task]
+    seed: int
+    shuffle: bool
+    epochs: int | None
+
+    def __len__(self) -> int:
+        """Tasks of one epoch; at least 1."""
+        return len(self.tasks)
+
+    @property
+    def total(self) -> int | None:
+        """Tasks of all epochs; None when there is no end."""
+        return None if self.epochs is None else self.epochs * len(self)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Epoch and index of a position in the sequence of all epochs, from 0. Raises IndexError past its end."""
+        if position < 0 or (self.total is not None and position >= self.total):
+            raise IndexError(f"position {position} of {self.total} tasks")
+        return divmod(position, len(self))
+
+    def task(self, epoch: int, index: int) -> Task:
+        """The task at `index` in the order of `epoch`. Raises IndexError outside of the source."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        return self.tasks[_order(self.seed, epoch, len(self))[index] if self.shuffle else index]
+
+
+class Datasets(NamedTuple):
+    """The tasks of an experiment."""
+
+    train: TaskSource
+    validation: TaskSource | None
+
+
+def open_datasets(spec: "ExperimentSpec", folder: Path) -> Datasets:
+    """Reads and checks all tasks of an experiment; training leaves out the prompts that validation holds out.
+
+    Relative paths and modules of the user are looked up in `folder`. Raises DatasetError: all that is wrong in both.
+    """
+    violations: list[Violation] = []
+    sources: dict[Split, TaskSource] = {}
+    wanted: dict[Split, DataSpec] = {"train": spec.data}
+    if spec.validation is not None:
+        wanted["validation"] = spec.validation.data
+    for split, data in wanted.items():
+        try:
+            sources[split] = open_dataset(data, folder, split)
+        except DatasetError as error:
+            violations += error.violations
+    if violations:
+        raise _error(violations)
+    validation = sources.get("validation")
+    if spec.validation is None or validation is None or not spec.validation.held_out:
+        return Datasets(sources["train"], validation)
+    return Datasets(_without_prompts(sources["train"], {task["prompt"] for task in validation.tasks}), validation)
+
+
+def open_dataset(data: "DataSpec", base_path: Path, split: Split = "train") -> TaskSource:
+    """Reads and checks the tasks of one data section.
+
+    Relative paths and modules of the user are looked up in `base_path`. Raises DatasetError.
+    """
+    rows = _rows(data, base_path, split)
+    tasks: list[Task] = []
+    problems: list[str] = []
+    for number, (place, parse) in enumerate(islice(rows.rows, MAX_TASKS + 1)):
+        try:
+            tasks.append(_task(parse(), rows, f"{split}-{number}"))
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+    if len(tasks) + len(problems) > MAX_TASKS:
+        problems = [f"{rows.name}: more than {MAX_TASKS} tasks"]
+    if not tasks and not problems:
+        problems = [f"{rows.name}: no tasks"]
+    if problems:
+        rest = [f"and {len(problems) - MAX_REPORTED} more"] if len(problems) > MAX_REPORTED else []
+        raise _error([Violation(rows.key, problem) for problem in problems[:MAX_REPORTED] + rest])
+    is_training = split == "train"  # validation makes one pass, in the order of the source
+    return TaskSource(tasks, data.seed, data.shuffle and is_training, data.epochs if is_training else 1)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a source: for each its place, for messages, and a function that parses it or raises ValueError."""
+
+    key: str
+    name: str
+    rows: Iterable[tuple[str, Callable[[], object]]]
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+
+
+def _rows(data: "DataSpec", folder: Path, split: Split) -> _Rows:
+    section = "spec.data" if split == "train" else "spec.validation.data"
+    if data.type == "mock":
+        return _Rows(section, "mock", _plain("mock", _mock(data, split)))
+    if data.type == "reasoning_gym":
+        return _Rows(section, data.name, _plain(data.name, _reasoning_gym(data, section)), prompt_field="question")
+    if data.type == "python":
+        key = f"{section}.factory"
+        return _Rows(key, data.factory, _plain(data.factory, _from_factory(data, folder, split, key)))
+    key = f"{section}.path"
+    path = _file(folder / data.path, key)
+    rows = _jsonl(path) if data.type == "jsonl" else _plain(str(path), _parquet(path, key))
+    return _Rows(key, str(path), rows, data.prompt_field, data.answer_field)
+
+
+def _task(row: object, rows: _Rows, task_id: str) -> Task:
+    """A row as a task. Raises ValueError with what is wrong."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a mapping is needed, not {type(row).__name__}")
+    prompt = row.get(rows.prompt_field)
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"field {rows.prompt_field!r} must be text, {_found(row, rows.prompt_field)}")
+    answer = row.get(rows.answer_field) if rows.answer_field else None
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if rows.answer_field and not isinstance(answer, str) and not is_number:
+        raise ValueError(f"field {rows.answer_field!r} must be text or a number, {_found(row, rows.answer_field)}")
+    others = {str(name): value for name, value in row.items() if name not in {rows.prompt_field, rows.answer_field}}
+    return Task(id=task_id, prompt=prompt, answer=None if answer is None else str(answer), metadata=_as_json(others))
+
+
+def _as_json(metadata: Mapping[str, object]) -> dict[str, object]:
+    # Generators and Parquet yield tuples, dates, decimals: the other end of a wire would get lists and text anyway.
+    restored: dict[str, object] = json.loads(json.dumps(metadata, default=str, skipkeys=True, allow_nan=False))
+    return restored
+
+
+def _found(row: Mapping[object, object], field: str) -> str:
+    if field not in row:
+        return f"but is missing; found {', '.join(map(str, row)) or 'no field'}"
+    return f"not {row[field]!r}"[:80]
+
+
+def _plain(name: str, rows: Iterable[object]) -> Iterator[tuple[str, Callable[[], object]]]:
+    for number, row in enumerate(rows):
+        yield f"{name} row {number}", lambda row=row: row  # type: ignore[misc]
+
+
+def _mock(data: "MockDataSpec", split: Split) -> Iterator[dict[str, str]]:
+    numbers = np.random.default_rng((data.seed, split == "validation")).integers(10**8, 10**9, size=data.size)
+    return ({"prompt": str(number), "answer": str(number)} for number in numbers)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path} line {number}", lambda line=line: _parse_json(line)  # type: ignore[misc]
+
+
+def _parse_json(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start + 1}") from error
+
+
+def _parquet(path: Path, key: str) -> Iterator[object]:
+    import pyarrow  # imported here: no other source needs it
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise _error([Violation(key, f"{path} is not a Parquet file: {error}")]) from error
+    return (row for batch in table.iter_batches() for row in batch.to_pylist())
+
+
+def _reasoning_gym(data: "ReasoningGymDataSpec", section: str) -> Iterator[object]:
+    try:
+        import reasoning_gym  # imported here: an optional package, and slow to import
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise _error([Violation(f"{section}.type", f"{error}; install the package reasoning-gym")]) from error
+    if data.name not in DATASETS:
+        near = difflib.get_close_matches(data.name, DATASETS, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(sorted(DATASETS))}"
+        raise _error([Violation(f"{section}.name", f"reasoning-gym has no dataset {data.name!r}{hint}")])
+    try:
+        generated = reasoning_gym.create_dataset(data.name, size=data.size, seed=data.seed, **data.config)
+        entries = [generated[index] for index in range(data.size)]
+    except Exception as error:  # asserts, TypeErrors and ValueErrors alike check its parameters
+        described = f"{data.name} does not accept {data.config}: {type(error).__name__}: {error}"
+        raise _error([Violation(f"{section}.config", described)]) from error
+    return ({"question": entry["question"], "answer": entry["answer"], **entry["metadata"]} for entry in entries)
+
+
+def _from_factory(data: "PythonDataSpec", folder: Path, split: Split, key: str) -> Sequence[object]:
+    try:
+        factory = load_reference(data.factory, folder)
+        tasks = factory(split) if callable(factory) else None
+    except InvalidArgumentError as error:
+        raise _error([Violation(key, error.message)]) from error
+    except Exception as error:  # code of the user may raise anything; the cause is kept
+        raise _error([Violation(key, f"{data.factory}({split!r}) raised {type(error).__name__}: {error}")]) from error
+    if not isinstance(tasks, Sequence) or isinstance(tasks, str):
+        raise _error([Violation(key, f"{data.factory}({split!r}) must return a sequence of mappings")])
+    return tasks
+
+
+def _without_prompts(source: TaskSource, prompts: set[str]) -> TaskSource:
+    tasks = [task for task in source.tasks if task["prompt"] not in prompts]
+    if not tasks:
+        described = "every training task is also a validation task; use another seed or file, or set heldOut to false"
+        raise _error([Violation("spec.validation.heldOut", described)])
+    return TaskSource(tasks, source.seed, source.shuffle, source.epochs)
+
+
+def _file(path: Path, key: str) -> Path:
+    if not path.is_file():
+        raise _error([Violation(key, f"{path} {'is not a file' if path.exists() else 'does not exist'}")])
+    return path
+
+
+def _error(violations: Sequence[Violation]) -> DatasetError:
+    return DatasetError("; ".join(map(str, violations)), violations=violations)
+
+
+@lru_cache(maxsize=4)  # tasks are asked for one by one, the permutation is of the whole epoch
+def _order(seed: int, epoch: int, size: int) -> Sequence[int]:
+    order: list[int] = np.random.default_rng((seed, epoch)).permutation(size).tolist()
+    return order

@@ -1,0 +1,1 @@
+"""One machine: the processes of an experiment as children of `nexrl run`."""

@@ -1,0 +1,228 @@
+"""`nexrl run`: plays the kubelet of one machine. Starts what the experiment needs, restarts what dies, stops all.
+
+What the experiment is about (phases, errors, when it has succeeded) is the controller's business; the launcher
+follows it. It keeps no state that matters: killed at any moment, its children end with it, and the run can be resumed.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import signal
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import redis.asyncio
+
+from nexrl.errors import NexrlError, TrainingFailedError
+from nexrl.local.child import Child
+from nexrl.local.components import STOP_ORDER, Addresses, choose_addresses, commands
+from nexrl.local.report import write_report
+from nexrl.local.run_folder import RunFolder
+from nexrl.local.view import RunView
+from nexrl.rpc.client import call, connect, new_request_id, watch
+from nexrl.spec import Experiment, load_experiment
+from nexrl.store import connect_redis
+from nexrl.v1 import controller_service_pb2 as pb
+from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
+from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
+from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 15.0
+CALL_SECONDS = 30.0
+FIRST_CONTACT_SECONDS = 60.0
+POOL_SECONDS = 1.0
+REDIS_SECONDS = 20.0
+RESTARTED_HERE = ("controller", "redis")
+"""What the controller cannot judge, since it is one of them or needs the other."""
+CONFIGURATION_EXITS = (2, 4)
+INTERRUPTED_EXIT = 130
+
+TERMINAL = {pb.PHASE_SUCCEEDED, pb.PHASE_FAILED}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line adds to an experiment."""
+
+    root: Path = Path("runs")
+    port: int = 0
+    """Port of the controller; 0 takes a free one."""
+
+
+def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) -> int:
+    """Run the experiment at `path` to its end and print its report; gives the exit code.
+
+    Raises SpecError and other NexrlErrors for what keeps it from starting, TrainingFailedError when it failed.
+    """
+    experiment = load_experiment(path, overrides)
+    return asyncio.run(_run(experiment, options))
+
+
+async def _run(experiment: Experiment, options: RunOptions) -> int:
+    if experiment.spec.redis.url:
+        await _prepare_redis(experiment)
+    folder = RunFolder(options.root, experiment)
+    addresses, redis_socket = choose_addresses(experiment, options.port)
+    launcher = Launcher(experiment, folder, addresses, redis_socket)
+    began = time.monotonic()
+    try:
+        ending = await launcher.run()
+    finally:
+        if redis_socket is not None:
+            shutil.rmtree(redis_socket.parent, ignore_errors=True)
+    write_report(folder, experiment, launcher.children, time.monotonic() - began)
+    if ending is None:
+        return INTERRUPTED_EXIT
+    if ending.phase == pb.PHASE_FAILED:
+        raise TrainingFailedError(f"{ending.reason}: {ending.message}; logs are in {folder.logs}")
+    return 0
+
+
+async def _prepare_redis(experiment: Experiment) -> None:
+    """Check that the given Redis answers; forget an earlier run of this name unless it is to be resumed."""
+    connection = await connect_redis(experiment.spec.redis.url or "")
+    async with contextlib.aclosing(connection):
+        if experiment.spec.resume.mode != "auto":
+            pattern = f"nexrl:{{{experiment.metadata.name}/*"
+            async for key in connection.scan_iter(match=pattern, count=1000):
+                await connection.unlink(key)
+
+
+class Launcher:
+    """The children of one run, and the view on them."""
+
+    def __init__(
+        self, experiment: Experiment, folder: RunFolder, addresses: Addresses, redis_socket: Path | None
+    ) -> None:
+        self.experiment = experiment
+        self.children = [Child(c, folder.logs) for c in commands(experiment, folder, addresses, redis_socket)]
+        self._folder = folder
+        self._addresses = addresses
+        self._redis_socket = redis_socket
+        self._stopping = False
+        self._interrupted = asyncio.Event()
+        self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> pb.Experiment | None:
+        """Start everything, follow the controller to the end, stop everything; None after Ctrl-C or SIGTERM."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupted.set)
+        supervisors = []
+        self._folder.write_json("endpoints.json", {"controller": self._addresses.controller})
+        try:
+            async with connect(self._addresses.controller) as controller, connect(self._addresses.trajectory_pool) as pool:
+                for child in self.children:
+                    supervisors.append(asyncio.create_task(self._supervise(child, controller)))
+                    if child.name == "redis":
+                        await self._redis_is_up()
+                return await self._follow(controller, pool)
+        finally:
+            self._stopping = True
+            await self._stop_all()
+            for task in supervisors:
+                task.cancel()
+            await asyncio.gather(*supervisors, return_exceptions=True)
+
+    async def _follow(self, controller: grpc.aio.Channel, pool: grpc.aio.Channel) -> pb.Experiment | None:
+        with RunView(self.experiment, self.children) as view:
+            ending = asyncio.create_task(_until_terminal(controller, view))
+            depths = asyncio.create_task(_show_pool(pool, view))
+            interrupted = asyncio.create_task(self._interrupted.wait())
+            tasks: list[asyncio.Future[object]] = [ending, interrupted, self._failure]  # type: ignore[list-item]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if self._failure.done():
+                    return self._failure.result()
+                return await ending if ending.done() else None
+            finally:
+                for task in (ending, depths, interrupted):
+                    task.cancel()
+                await asyncio.gather(ending, depths, interrupted, return_exceptions=True)
+
+    async def _redis_is_up(self) -> None:
+        deadline = time.monotonic() + REDIS_SECONDS
+        connection = redis.asyncio.Redis.from_url(self._addresses.redis_url)
+        async with contextlib.aclosing(connection):
+            while True:
+                try:
+                    await connection.ping()
+                except (redis.exceptions.RedisError, OSError):
+                    if time.monotonic() > deadline or self._failure.done():
+                        raise
+                    await asyncio.sleep(0.02)
+                else:
+                    return
+
+    async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
+        while True:
+            code = await child.run()
+            if self._stopping:
+                return
+            delay_seconds = await self._verdict(child, code, controller)
+            if delay_seconds is None:
+                return
+            await asyncio.sleep(delay_seconds)
+
+    async def _verdict(self, child: Child, code: int, controller: grpc.aio.Channel) -> float | None:
+        """Seconds until the child is to start again, or None when the run is over."""
+        if child.name in RESTARTED_HERE:
+            if code not in CONFIGURATION_EXITS and child.starts <= self.experiment.spec.failure_policy.max_restarts:
+                return 0.2
+            self._fail("RestartsExhausted", f"{child.name} ended with code {code}: {child.log_tail()}")
+            return None
+        request = pb.ReportExitRequest(
+            request_id=new_request_id(), component=child.name, exit_code=code, log_tail=child.log_tail()
+        )
+        try:
+            answer = await call(ControllerServiceStub(controller).ReportExit, request, timeout_seconds=CALL_SECONDS)
+        except NexrlError as error:
+            self._fail("ControllerLost", f"{child.name} ended with code {code}, and the controller is gone: {error}")
+            return None
+        return answer.delay_seconds if answer.restart else None
+
+    def _fail(self, reason: str, message: str) -> None:
+        if not self._failure.done():
+            self._failure.set_result(pb.Experiment(phase=pb.PHASE_FAILED, reason=reason, message=message))
+
+    async def _stop_all(self) -> None:
+        for role in STOP_ORDER:
+            of_role = [child for child in self.children if child.name.startswith(role)]
+            await asyncio.gather(*(child.stop(STOP_SECONDS) for child in of_role))
+
+
+async def _until_terminal(controller: grpc.aio.Channel, view: RunView) -> pb.Experiment:
+    async with contextlib.aclosing(_states(controller)) as states:
+        async for experiment in states:
+            view.show(experiment)
+            if experiment.phase in TERMINAL:
+                return experiment
+    raise AssertionError("a watch has no end")
+
+
+async def _states(controller: grpc.aio.Channel) -> AsyncGenerator[pb.Experiment, None]:
+    stub = ControllerServiceStub(controller)
+    async for message in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
+        yield message.experiment
+
+
+async def _show_pool(channel: grpc.aio.Channel, view: RunView) -> None:
+    stub = TrajectoryPoolServiceStub(channel)
+    while True:
+        with contextlib.suppress(NexrlError):
+            request = pool_pb.GetTrajectoryPoolStateRequest()
+            answer = await call(stub.GetTrajectoryPoolState, request, timeout_seconds=FIRST_CONTACT_SECONDS)
+            view.show_pool(answer.pools[0])
+        await asyncio.sleep(POOL_SECONDS)
+
+
+def controller_address(run: Path) -> str:
+    """Address of the controller of the run in folder `run`."""
+    return str(json.loads((run / "endpoints.json").read_text())["controller"])

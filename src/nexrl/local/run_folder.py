@@ -1,0 +1,58 @@
+"""The folder of one run: runs/<name>/ with the resolved experiment, logs, checkpoints, trajectories and results."""
+
+import fcntl
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nexrl.errors import AlreadyExistsError
+from nexrl.spec import Experiment, dump_resolved
+
+
+class RunFolder:
+    """Holds a lock for as long as it lives, so that two launchers never share a folder."""
+
+    def __init__(self, root: Path, experiment: Experiment) -> None:
+        """Use the folder of an earlier run when the experiment resumes, else put that one aside.
+
+        Raises AlreadyExistsError while another launcher runs this experiment here.
+        """
+        self.path = (root / experiment.metadata.name).resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        self._lock = (root / f".{experiment.metadata.name}.lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise AlreadyExistsError(
+                f"metadata.name: {experiment.metadata.name!r} is running in {self.path}; stop it or take another name"
+            ) from None
+        if self.path.exists() and experiment.spec.resume.mode != "auto":
+            self.path.rename(self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+        for part in ("logs", "redis", "checkpoints", "trajectories"):
+            (self.path / part).mkdir(parents=True, exist_ok=True)
+        self.experiment_file.write_text(dump_resolved(experiment))
+
+    @property
+    def experiment_file(self) -> Path:
+        """The resolved experiment."""
+        return self.path / "experiment.yaml"
+
+    @property
+    def logs(self) -> Path:
+        """One log for each process."""
+        return self.path / "logs"
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write `content` to a file of the run."""
+        (self.path / name).write_text(json.dumps(content, indent=2) + "\n")
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Lines of metrics.jsonl, by step; a step that was replayed counts once, as it went last."""
+        path = self.path / "metrics.jsonl"
+        by_step: dict[float, dict[str, float]] = {}
+        for line in path.read_text().splitlines() if path.exists() else []:
+            values = json.loads(line)
+            by_step.setdefault(values["step"], {}).update(values)
+        return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,106 @@
+"""The terminal while a run goes on: a live table, or plain lines when the output is not a terminal."""
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from nexrl.local.child import Child
+from nexrl.spec import Experiment
+from nexrl.v1 import controller_service_pb2 as pb
+from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
+
+LINES_OF_A_RUN = 30
+SHOWN = {
+    "reward_mean": "reward",
+    "val/exact": "held-out exact",
+    "val/reward": "held-out reward",
+    "entropy": "entropy",
+    "zero_variance_group_fraction": "degenerate groups",
+    "staleness_steps": "staleness",
+    "grad_norm": "grad norm",
+}
+
+
+class RunView:
+    """Shows phase, step, rates, pool depth, versions, staleness and errors."""
+
+    def __init__(self, experiment: Experiment, children: Sequence[Child]) -> None:
+        self._name = experiment.metadata.name
+        self._batch_size = experiment.spec.trajectory_pool.batch_size
+        self._children = children
+        self._console = Console(file=sys.stdout)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._pool = pool_pb.PoolState()
+        self._last = pb.Experiment()
+        self._first_step: tuple[float, int] | None = None
+        self._printed_step = -1
+
+    def __enter__(self) -> "RunView":
+        if self._live:
+            self._live.start()
+        self._console.print(f"[bold]{self._name}[/bold]: starting {len(self._children)} processes", highlight=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, experiment: pb.Experiment) -> None:
+        """The experiment's newest state."""
+        step = experiment.progress.step
+        if self._first_step is None and step > 0:
+            self._first_step = (time.monotonic(), step)
+        is_new_phase = experiment.phase != self._last.phase
+        self._last = experiment
+        if self._live:
+            self._live.update(self._table(), refresh=True)
+        elif is_new_phase or step - self._printed_step >= max(1, experiment.progress.total_steps // LINES_OF_A_RUN):
+            self._printed_step = step
+            self._console.print(self._line(), highlight=False, soft_wrap=True)
+
+    def show_pool(self, pool: pool_pb.PoolState) -> None:
+        """The pool's newest state."""
+        self._pool = pool
+        if self._live:
+            self._live.update(self._table(), refresh=True)
+
+    def _samples_per_second(self) -> float:
+        if self._first_step is None:
+            return 0.0
+        seconds = time.monotonic() - self._first_step[0]
+        return (self._last.progress.step - self._first_step[1]) * self._batch_size / seconds if seconds > 0 else 0.0
+
+    def _facts(self) -> dict[str, str]:
+        progress = self._last.progress
+        facts = {
+            "step": f"{progress.step}/{progress.total_steps}",
+            "policy version": str(progress.policy_version),
+            "samples/s": f"{self._samples_per_second():.0f}",
+        }
+        for name, title in SHOWN.items():
+            if name in progress.metrics:
+                facts[title] = f"{progress.metrics[name]:.3f}"
+        pool = self._pool
+        facts["pool"] = f"{pool.leased} leased, {pool.grouping} grouping, {pool.ready} ready, {pool.batched} in batches"
+        if pool.dropped:
+            facts["dropped"] = ", ".join(f"{count} {reason}" for reason, count in pool.dropped.items())
+        if self._last.restarts:
+            facts["restarts"] = str(self._last.restarts)
+        return facts
+
+    def _table(self) -> Table:
+        phase = pb.Phase.Name(self._last.phase).removeprefix("PHASE_").capitalize()
+        table = Table(title=f"{self._name}: {phase} {self._last.message}", show_header=False)
+        for title, value in self._facts().items():
+            table.add_row(title, value)
+        return table
+
+    def _line(self) -> str:
+        phase = pb.Phase.Name(self._last.phase).removeprefix("PHASE_").lower()
+        message = f" ({self._last.message})" if self._last.message else ""
+        return f"{phase}{message}: " + ", ".join(f"{title} {value}" for title, value in self._facts().items())

@@ -1,0 +1,225 @@
+"""Token-in, token-out access to the policy: prompts and completions are token ids, with log-probabilities and
+versions."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError, UnavailableError
+from nexrl.rpc.client import connect, new_request_id, watch
+from nexrl.rpc.status import error_from_call
+from nexrl.transcript import check_completion
+from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
+from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
+from nexrl.v1.policy_pb2 import Replica
+from nexrl.v1.weight_sync_service_pb2 import WatchReplicasRequest
+from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+
+log = logging.getLogger(__name__)
+
+MAX_CALL_SECONDS = 3600.0
+FIRST_PAUSE_SECONDS = 0.1
+MAX_PAUSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 keep every token."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Policy:
+    """All ready replicas of one model, as one. `follow_replicas` must run beside it; `close` ends its channels."""
+
+    def __init__(
+        self,
+        weight_sync: grpc.aio.Channel,
+        *,
+        model_tag: str = "default",
+        max_retries: int = 3,
+        open_channel: Callable[[str], grpc.aio.Channel] = connect,
+    ) -> None:
+        self._weight_sync = WeightSyncServiceStub(weight_sync)
+        self._model_tag = model_tag
+        self._max_retries = max_retries
+        self._open_channel = open_channel
+        self._replicas: dict[str, _Route] = {}
+        self._changed = asyncio.Condition()
+        self._turns = itertools.count()
+        self.committed_version = -1
+        """Newest policy version known to be committed; -1 before the first."""
+
+    async def follow_replicas(self) -> None:
+        """Keep the list of replicas as weight sync tells it, for as long as the task lives."""
+        request = WatchReplicasRequest(model_tag=self._model_tag)
+        async for state in watch(self._weight_sync.WatchReplicas, request):
+            self.committed_version = max(self.committed_version, state.committed_version)
+            await self._set_replicas(state.replicas)
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, *, timeout_seconds: float = MAX_CALL_SECONDS
+    ) -> Sequence[GeneratedCompletion]:
+        """Sample `n` completions of one prompt, on the ready replica with the fewest completions in flight.
+
+        Waits while no replica is ready. A request that fails is sent to another replica, with the same request id, at
+        most `max_retries` times; a replica that cannot be reached costs time but no retry.
+        Raises InvalidArgumentError for a request that no replica will take (a prompt that is too long),
+        UnavailableError when no replica became ready in time, DeadlineExceededError when the completions were not there
+        in time, else the last error.
+        """
+        request = GenerateRequest(
+            request_id=new_request_id(),
+            prompt_token_ids=prompt_token_ids,
+            n=n,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_token_ids=sampling.stop_token_ids,
+        )
+        deadline = time.monotonic() + min(timeout_seconds, MAX_CALL_SECONDS)
+        failed: set[str] = set()
+        failures = 0
+        for pause_seconds in _pauses():
+            route = await self._route(failed, deadline)
+            try:
+                return await route.generate(request, deadline, next(self._turns))
+            except (InvalidArgumentError, DeadlineExceededError):
+                raise
+            except UnavailableError as error:
+                last_error: NexrlError = error
+            except NexrlError as error:
+                last_error, failures = error, failures + 1
+            log.warning("replica %s: %s", route.replica_id, last_error)
+            failed.add(route.replica_id)
+            if failures > self._max_retries:
+                raise last_error
+            await self._pause_unless_another(failed, min(pause_seconds, deadline - time.monotonic()))
+        raise AssertionError("pauses never end")
+
+    async def wait_ready(self, timeout_seconds: float) -> None:
+        """Wait until a replica is ready. Raises UnavailableError."""
+        await self._route(set(), time.monotonic() + timeout_seconds)
+
+    async def close(self) -> None:
+        """Close the channels to all replicas."""
+        await self._set_replicas([])
+
+    async def _set_replicas(self, replicas: Iterable[Replica]) -> None:
+        listed = {replica.replica_id: replica for replica in replicas}
+        for replica_id, route in list(self._replicas.items()):
+            if replica_id not in listed or listed[replica_id].address != route.address:
+                del self._replicas[replica_id]
+                await route.retire()
+        for replica_id, replica in listed.items():
+            if replica_id not in self._replicas:
+                self._replicas[replica_id] = _Route(replica_id, replica.address, self._open_channel(replica.address))
+            self._replicas[replica_id].is_ready = replica.ready
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _route(self, failed: set[str], deadline: float) -> "_Route":
+        """The ready replica with the least to do; one that has not failed this request, where there is one."""
+        if not self._ready():
+            await self._wait_until(lambda: bool(self._ready()), deadline)
+        ready = self._ready()
+        untried = [route for route in ready if route.replica_id not in failed]
+        return min(untried or ready, key=lambda route: (route.in_flight, route.last_turn))
+
+    def _ready(self) -> "list[_Route]":
+        return [route for route in self._replicas.values() if route.is_ready]
+
+    async def _wait_until(self, is_met: Callable[[], bool], deadline: float) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - began)), self._changed:
+                await self._changed.wait_for(is_met)
+        except TimeoutError:
+            raise UnavailableError(
+                f"no replica of model {self._model_tag} was ready within {deadline - began:.1f} s; "
+                f"{len(self._replicas)} are registered with weight sync"
+            ) from None
+
+    async def _pause_unless_another(self, failed: set[str], seconds: float) -> None:
+        """Go on at once where another replica is ready; else give the one that failed a moment, or until the list
+        changes."""
+        if any(route.replica_id not in failed for route in self._ready()):
+            return
+        failed.clear()
+        if seconds <= 0:
+            raise DeadlineExceededError(f"generate: no replica of model {self._model_tag} answered in time")
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+
+class _Route:
+    """The way to one replica. Its channel stays open until the last request on it has ended."""
+
+    def __init__(self, replica_id: str, address: str, channel: grpc.aio.Channel) -> None:
+        self.replica_id = replica_id
+        self.address = address
+        self.is_ready = False
+        self.in_flight = 0
+        self.last_turn = -1
+        self._channel = channel
+        self._stub = InferenceServiceStub(channel)
+        self._is_retired = False
+
+    async def generate(self, request: GenerateRequest, deadline: float, turn: int) -> Sequence[GeneratedCompletion]:
+        self.in_flight += request.n
+        self.last_turn = turn
+        try:
+            response = await self._stub.Generate(request, timeout=max(0.001, deadline - time.monotonic()))
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error_from_call(error)) from None
+        finally:
+            self.in_flight -= request.n
+            await self._close_when_idle()
+        return _checked(response.completions, request.n)
+
+    async def retire(self) -> None:
+        self._is_retired = True
+        await self._close_when_idle()
+
+    async def _close_when_idle(self) -> None:
+        if self._is_retired and self.in_flight == 0:
+            await self._channel.close()
+
+
+def _typed(error: NexrlError) -> NexrlError:
+    """CANCELLED by the server is a replica that is stopping: as good as gone."""
+    return UnavailableError(error.message) if error.status == "CANCELLED" else error
+
+
+def _checked(completions: Sequence[GeneratedCompletion], n: int) -> Sequence[GeneratedCompletion]:
+    if len(completions) != n:
+        raise NexrlError(f"generate: asked for {n} completions, got {len(completions)}")
+    for completion in completions:
+        if completion.finish_reason == "abort":
+            raise UnavailableError("generate: the replica aborted the request")
+        try:
+            check_completion(completion)
+        except InvalidArgumentError as error:
+            raise NexrlError(f"generate: {error.message}") from None  # the reply is wrong, not the request
+    return completions
+
+
+def _pauses() -> Iterable[float]:
+    """Seconds to wait after the first, second, ... failure on all replicas."""
+    for doublings in itertools.count():
+        yield min(FIRST_PAUSE_SECONDS * 2 ** min(doublings, 10), MAX_PAUSE_SECONDS)

@@ -1,0 +1,1 @@
+"""gRPC plumbing, once for all services: server process, client calls, error mapping, health, metrics."""

@@ -1,0 +1,184 @@
+"""A service's process: gRPC server, health, reflection, /metrics, background tasks, and a bounded stop on SIGTERM."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
+
+from nexrl.activity import ActivityTracker
+from nexrl.errors import FailedPreconditionError, NexrlError
+from nexrl.observability.logging import configure_logging
+from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
+from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.settings import Settings, load_settings
+from nexrl.spec import Experiment, load_resolved
+from nexrl.v1 import activity_service_pb2 as activity_pb
+
+log = logging.getLogger(__name__)
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_connection_age_ms", 600_000),  # so that clients find new replicas behind a headless Service
+    ("grpc.max_connection_age_grace_ms", 60_000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+]
+
+
+class ServiceProcess:
+    """Everything a service process needs besides its servicers. Not ready until `set_ready`."""
+
+    def __init__(self, role: str, settings: Settings, experiment: Experiment) -> None:
+        self.role = role
+        self.settings = settings
+        self.experiment = experiment
+        self.stopping = asyncio.Event()
+        self._names: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closers: list[Callable[[], Awaitable[Any]]] = []
+        self._failure: BaseException | None = None
+        self._health = health.aio.HealthServicer()
+        self.server = grpc.aio.server(interceptors=[EdgeInterceptor()], options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self.port = self._bind()
+        self._metrics_server, self.metrics_port = self._serve_metrics()
+        self.activity = self._connect_activity()
+
+    @property
+    def address(self) -> str:
+        """host:port at which this process serves gRPC."""
+        return f"{self.settings.host}:{self.port}"
+
+    def connect(self, address: str) -> grpc.aio.Channel:
+        """A channel that is closed when the process ends."""
+        channel = connect(address)
+        self.on_close(channel.close)
+        return channel
+
+    def add(self, register: Callable[[Any, Any], None], servicer: object, service_name: str) -> None:
+        """Serve `servicer`; `service_name` is its full name, as 'nexrl.v1.ValidatorService'."""
+        register(servicer, self.server)
+        self._names.append(service_name)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the server. If it raises, the process stops with that error."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def on_close(self, closer: Callable[[], Awaitable[Any]]) -> None:
+        """Call `closer` when the process ends, latest first."""
+        self._closers.append(closer)
+
+    async def set_ready(self, is_ready: bool = True) -> None:
+        """Answer health checks with SERVING or NOT_SERVING."""
+        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ["", *self._names]:
+            await self._health.set(name, serving if is_ready else not_serving)
+
+    async def run(self, start: Callable[["ServiceProcess"], Awaitable[None]]) -> None:
+        """Serve until `stopping` is set or background work fails; then drain. Raises what failed."""
+        await self.set_ready(False)
+        try:
+            await start(self)
+            if self.settings.reflection:
+                reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
+            await self.server.start()
+            self.spawn(self.activity.send_heartbeats())
+            log.info("listening", extra={"address": self.address, "metrics_port": self.metrics_port})
+            await self.stopping.wait()
+        finally:
+            await self._close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _close(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(self.settings.drain_seconds)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks, timeout=self.settings.drain_seconds) if self._tasks else None
+        for closer in reversed(self._closers):
+            await closer()
+        self._metrics_server.shutdown()
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+            self.stopping.set()
+
+    def _bind(self) -> int:
+        try:
+            return self.server.add_insecure_port(self.settings.listen)
+        except RuntimeError:
+            raise FailedPreconditionError(
+                f"listen: cannot bind {self.settings.listen}: the port is taken or the address is not this machine's; "
+                "choose another (NEXRL_LISTEN)"
+            ) from None
+
+    def _serve_metrics(self) -> tuple[Any, int]:
+        try:
+            server, _ = start_http_server(self.settings.metrics_port, self.settings.host)
+        except OSError as error:
+            raise FailedPreconditionError(
+                f"metrics_port: cannot bind {self.settings.host}:{self.settings.metrics_port}: {error.strerror}; "
+                "choose another (NEXRL_METRICS_PORT)"
+            ) from None
+        return server, server.server_port
+
+    def _connect_activity(self) -> ActivityTracker:
+        module = activity_pb.Module(
+            name=self.settings.instance,
+            role=self.role,
+            address=self.address,
+            metrics_url=f"http://{self.settings.host}:{self.metrics_port}/metrics",
+        )
+        channel = self.connect(self.settings.controller) if self.settings.controller else None
+        return ActivityTracker(module, channel)
+
+
+def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -> None:
+    """The main function of every service: settings, experiment, logging, signals; exits with the error's code."""
+    try:
+        settings = load_settings()
+        experiment = load_resolved(settings.experiment_file)
+        configure_logging(experiment.metadata.name, settings.instance, settings.log_level)
+        asyncio.run(_run(role, settings, experiment, start))
+    except NexrlError as error:
+        log.critical("%s", error)
+        sys.stdout.write(f"{role}: {error}\n")
+        _exit(error.exit_code)
+    except Exception:
+        log.critical("crashed", exc_info=True)
+        _exit(1)
+    _exit(0)
+
+
+async def _run(
+    role: str, settings: Settings, experiment: Experiment, start: Callable[[ServiceProcess], Awaitable[None]]
+) -> None:
+    process = ServiceProcess(role, settings, experiment)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, process.stopping.set)
+    await process.run(start)
+
+
+def _exit(code: int) -> None:
+    """End now: worker threads (torch, Gloo) must not hold up the end of a drained process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,44 @@
+"""Settings of a service process, read once from the environment (prefix NEXRL_)."""
+
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from nexrl.errors import InvalidArgumentError, Violation
+
+
+class Settings(BaseSettings):
+    """Where a service listens and where it finds the others. The same for all services; each reads what it needs."""
+
+    model_config = SettingsConfigDict(env_prefix="NEXRL_", frozen=True)
+
+    experiment_file: Path = Field(description="The resolved experiment.")
+    run_dir: Path = Field(description="Folder for checkpoints and logs of this experiment.")
+    instance: str = Field(description="Name of this process, as 'rollout-0'.")
+    listen: str = Field(default="127.0.0.1:0", description="gRPC address, host:port; port 0 takes a free one.")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="Port for HTTP /metrics; 0 takes a free one.")
+    http_port: int = Field(default=0, ge=0, le=65535, description="Port of an OpenAI-compatible API; 0: a free one.")
+    redis_url: str = Field(default="", description="redis://, rediss:// or unix:// URL.")
+    controller: str = Field(default="", description="gRPC address of the controller.")
+    trajectory_pool: str = Field(default="", description="gRPC address of the trajectory pool.")
+    weight_sync: str = Field(default="", description="gRPC address of weight sync.")
+    reflection: bool = Field(default=False, description="Serve gRPC reflection.")
+    drain_seconds: float = Field(default=5.0, gt=0, description="Longest time in which calls may end after SIGTERM.")
+    log_level: str = Field(default="INFO", description="Level of the root logger.")
+
+    @property
+    def host(self) -> str:
+        """The interface on which everything of this process listens."""
+        return self.listen.rpartition(":")[0]
+
+
+def load_settings() -> Settings:
+    """Read the environment. Raises InvalidArgumentError that names every variable that is missing or wrong."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        violations = [Violation(f"NEXRL_{e['loc'][0]}".upper(), e["msg"]) for e in error.errors()]
+        raise InvalidArgumentError(
+            "settings: " + "; ".join(map(str, violations)), violations=violations
+        ) from None

@@ -1,0 +1,217 @@
+"""The trainer's side of weight sync: offers a version, broadcasts it, has it committed; and serves those who come later."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nexrl.errors import LeaseLostError, NexrlError, NotFoundError, UnavailableError
+from nexrl.rpc.client import call, is_passing, new_request_id, watch
+from nexrl.v1 import weight_sync_service_pb2 as pb
+from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from nexrl.weights.codec import manifest_to_wire, rendezvous_from_wire
+from nexrl.weights.packing import Snapshot, snapshot
+from nexrl.weights.rendezvous import Rendezvous
+from nexrl.weights.transport import Sender
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5
+WAIT_SECONDS = 30.0
+MARGIN_SECONDS = 10.0
+FIRST_BACKOFF_SECONDS = 0.05
+REPUBLISH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What became of one version. `committed_version` is above `policy_version` when a newer one was committed before."""
+
+    policy_version: int
+    committed_version: int
+    nbytes: int
+    attempts: int
+    seconds: float
+
+
+class WeightPublisher:
+    """Publishes versions of one model tag, one at a time.
+
+    It keeps a packed copy of the newest one in host memory: the copy is what is broadcast, so that training may change
+    the weights meanwhile, and a replica that joins later can be served at any time.
+    """
+
+    def __init__(
+        self, stub: WeightSyncServiceStub, sender: Sender, *, model_tag: str, bucket_bytes: int, timeout_seconds: float
+    ) -> None:
+        """`bucket_bytes` and `timeout_seconds` (for one sync): spec.weightSync. The sender is closed by `close`."""
+        self._stub = stub
+        self._sender = sender
+        self._model_tag = model_tag
+        self._bucket_bytes = bucket_bytes
+        self._timeout_seconds = timeout_seconds
+        self._one_at_a_time = asyncio.Lock()
+        self._snapshot: Snapshot | None = None
+        self._replicas = pb.WatchReplicasResponse(committed_version=-1)
+        self._replicas_changed = asyncio.Event()
+        self._views = 0
+        self._sync_id = ""
+
+    async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Publication:
+        """Bring `policy_version` to the replicas; returns when at least one serves it.
+
+        Waits without limit for a replica and for the end of a validation. The tensors must not change before it returns.
+        Raises UnavailableError when five attempts at the transfer failed.
+        """
+        began = time.monotonic()
+        async with self._one_at_a_time:
+            packed = await asyncio.to_thread(
+                snapshot, named_tensors, policy_version=policy_version, bucket_bytes=self._bucket_bytes
+            )
+            self._snapshot = packed
+            committed_version, attempts = await self._publish(packed)
+        return Publication(policy_version, committed_version, packed.manifest.nbytes, attempts, time.monotonic() - began)
+
+    async def keep_replicas_current(self) -> None:
+        """Follow the replicas for as long as the task lives: run it beside the training loop.
+
+        A replica that joined or lost its weights gets the committed version again, also while the loop waits for a batch:
+        in mode sync nothing else could end that wait. A transfer whose member is gone is called off at once.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_replicas())
+            tasks.create_task(self._republish())
+
+    async def close(self) -> None:
+        """Leave the broadcast group and stop listening."""
+        await asyncio.to_thread(self._sender.close)
+
+    async def _publish(self, packed: Snapshot) -> tuple[int, int]:
+        """Attempt until a version at least as new is committed; gives that version and the number of attempts."""
+        version, reason = packed.manifest.policy_version, ""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                answer = await self._attempt(packed, wait_seconds=WAIT_SECONDS)
+            except NexrlError as error:
+                if not _is_retriable(error):
+                    raise
+                reason = str(error)
+            else:
+                if answer.committed_version > version or (answer.committed and answer.committed_version == version):
+                    return answer.committed_version, attempt
+                reason = answer.reason
+            log.warning("attempt %d to publish version %d failed: %s", attempt, version, reason)
+            await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2**attempt)
+        raise UnavailableError(f"version {version} could not be published in {MAX_ATTEMPTS} attempts; the last: {reason}")
+
+    async def _attempt(self, packed: Snapshot, *, wait_seconds: float) -> pb.CommitSyncResponse:
+        """One sync, from prepare to commit. With a `wait_seconds` of 0 it is given up when it cannot begin at once."""
+        views = self._views
+        while True:
+            try:
+                prepared = await self._prepare(packed, wait_seconds)
+            except LeaseLostError as superseded:
+                log.info("%s", superseded)
+                return pb.CommitSyncResponse(committed_version=(await self._state()).committed_version)
+            if prepared.sync_id:
+                return await self._commit(packed, prepared, views)
+            log.info("version %d waits on %s", packed.manifest.policy_version, prepared.waiting_on)
+            if wait_seconds == 0:
+                return pb.CommitSyncResponse(reason=f"waits on {prepared.waiting_on}")
+
+    async def _prepare(self, packed: Snapshot, wait_seconds: float) -> pb.PrepareSyncResponse:
+        request = pb.PrepareSyncRequest(
+            request_id=new_request_id(),
+            model_tag=self._model_tag,
+            manifest=manifest_to_wire(packed.manifest),
+            host=self._sender.host,
+            port=self._sender.port,
+            open_epoch=self._sender.open_epoch,
+            wait_seconds=wait_seconds,
+        )
+        return await call(self._stub.PrepareSync, request, timeout_seconds=wait_seconds + MARGIN_SECONDS)
+
+    async def _commit(self, packed: Snapshot, prepared: pb.PrepareSyncResponse, views: int) -> pb.CommitSyncResponse:
+        self._sync_id = prepared.sync_id
+        try:
+            if self._views != views:  # a member may have gone before this sync was known here
+                await self._call_off_broken_transfer()
+            transferred = await self._broadcast(packed, rendezvous_from_wire(prepared.rendezvous))
+        finally:
+            self._sync_id = ""
+        request = pb.CommitSyncRequest(
+            request_id=new_request_id(), model_tag=self._model_tag, sync_id=prepared.sync_id, transferred=transferred
+        )
+        # Twice: the replicas have this time to finish receiving, and again to begin to serve.
+        return await call(self._stub.CommitSync, request, timeout_seconds=2 * self._timeout_seconds + MARGIN_SECONDS)
+
+    async def _broadcast(self, packed: Snapshot, rendezvous: Rendezvous) -> bool:
+        if not self._sync_id:
+            return False
+        group = self._sender.group(rendezvous)
+        try:
+            await asyncio.to_thread(group.send, packed.buffers)
+        except UnavailableError as error:
+            log.warning("%s", error)
+            return False
+        except asyncio.CancelledError:
+            group.abort()
+            raise
+        return True
+
+    async def _follow_replicas(self) -> None:
+        request = pb.WatchReplicasRequest(model_tag=self._model_tag)
+        async for replicas in watch(self._stub.WatchReplicas, request):
+            self._replicas = replicas
+            self._views += 1
+            self._replicas_changed.set()
+            if self._sync_id:
+                await self._call_off_broken_transfer()
+
+    async def _call_off_broken_transfer(self) -> None:
+        """A member that is gone cannot join; without this, the others would wait for it until their timeout."""
+        sync_id = self._sync_id
+        state = await self._state()
+        if state.sync_id != sync_id and self._sync_id == sync_id:
+            log.warning("sync %s is over before its transfer is: a member is gone", sync_id)
+            self._sync_id = ""
+            self._sender.close_group()
+
+    async def _republish(self) -> None:
+        while True:
+            await self._replicas_changed.wait()
+            self._replicas_changed.clear()
+            if not await self._serve_stale_replicas():
+                # A failure need not change the replicas: without this there might be no other occasion.
+                await asyncio.sleep(REPUBLISH_SECONDS)
+                self._replicas_changed.set()
+
+    async def _serve_stale_replicas(self) -> bool:
+        """Publish the committed version again if a replica lacks it; False when that failed."""
+        async with self._one_at_a_time:
+            packed = self._snapshot
+            if packed is None or not self._has_stale_replica(packed.manifest.policy_version):
+                return True
+            log.info("version %d again, for a replica that lacks it", packed.manifest.policy_version)
+            try:
+                answer = await self._attempt(packed, wait_seconds=0)
+            except NexrlError as error:
+                log.warning("version %d could not be published again: %s", packed.manifest.policy_version, error)
+                return False
+            return answer.committed
+
+    def _has_stale_replica(self, policy_version: int) -> bool:
+        is_current = self._replicas.committed_version == policy_version
+        return is_current and any(not replica.ready for replica in self._replicas.replicas)
+
+    async def _state(self) -> pb.GetWeightSyncStateResponse:
+        request = pb.GetWeightSyncStateRequest(model_tag=self._model_tag)
+        return await call(self._stub.GetWeightSyncState, request, timeout_seconds=MARGIN_SECONDS)
+
+
+def _is_retriable(error: NexrlError) -> bool:
+    """True when another attempt may succeed: a peer was gone, or weight sync was restarted and has forgotten the sync."""
+    return is_passing(error) or isinstance(error, NotFoundError)

@@ -1,0 +1,236 @@
+"""The broadcast of packed buckets over a torch.distributed process group that is nobody's default group.
+
+Every blocking function here ends within the rendezvous' timeout, and raises UnavailableError when a peer is gone or silent.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nexrl.errors import FailedPreconditionError, UnavailableError
+from nexrl.weights.manifest import Manifest, buckets
+from nexrl.weights.rendezvous import TRAINER_RANK, Rendezvous
+
+log = logging.getLogger(__name__)
+
+STORE_SECONDS = 30.0
+"""Longest time of a single operation on the trainer's own TCP store."""
+_BACKLOG = 128
+_GO, _CALLED_OFF = "go", "called off"
+
+
+class Sender:
+    """The trainer's end (rank 0). Its TCP store listens from construction to `close`, and serves every epoch."""
+
+    def __init__(self, host: str) -> None:
+        """`host`: the address of this machine at which replicas reach it. Raises FailedPreconditionError if it is none."""
+        self.host = host
+        self._store = _listening_store(host)
+        self._group: Group | None = None
+
+    @property
+    def port(self) -> int:
+        """Port of the TCP store."""
+        return int(self._store.port)
+
+    @property
+    def open_epoch(self) -> int:
+        """The epoch whose group is open, so that it can be used again; 0 for none."""
+        return self._group.epoch if self._group is not None and self._group.is_open else 0
+
+    def group(self, rendezvous: Rendezvous) -> "Group":
+        """The group of the rendezvous' epoch: the open one, or one that joins when it is first used."""
+        if self._group is None or self.open_epoch != rendezvous.epoch:
+            self.close_group()
+            self._group = Group(rendezvous, lambda: (self._store.clone(), self.host))
+        return self._group
+
+    def close_group(self) -> None:
+        """Leave the open group, if any; its other members notice."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def close(self) -> None:
+        """Leave the group and stop listening."""
+        self.close_group()
+        del self._store
+
+
+class Receiver:
+    """A replica's end."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+
+    def group(self, rendezvous: Rendezvous) -> "Group":
+        """The group of the rendezvous' epoch: the open one, or one that joins when it is first used."""
+        if self._group is None or not self._group.is_open or self._group.epoch != rendezvous.epoch:
+            self.close_group()
+            self._group = Group(rendezvous, lambda: _reached_store(rendezvous))
+        return self._group
+
+    def close_group(self) -> None:
+        """Leave the open group, if any; its other members notice."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+
+class Group:
+    """One membership of one epoch. `send` and `receive` block, in a thread; `abort` may be called from any other.
+
+    A group that failed or was aborted is closed for good: the next sync needs a new epoch.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, open_store: Callable[[], tuple[dist.TCPStore, str]]) -> None:
+        """`open_store` gives a connection to the TCP store, and the address at which this process takes connections."""
+        self._rendezvous = rendezvous
+        self._open_store = open_store
+        self._store: dist.TCPStore | None = None
+        self._process_group: Any = None
+        self._wake = threading.Event()
+        self._is_closed = False
+
+    @property
+    def epoch(self) -> int:
+        """The membership epoch."""
+        return self._rendezvous.epoch
+
+    @property
+    def is_open(self) -> bool:
+        """True until it fails or is aborted."""
+        return not self._is_closed
+
+    def send(self, buffers: Sequence[Tensor]) -> None:
+        """Broadcast packed buckets, each uint8 of shape [nbytes], to all other members."""
+        with self._closed_on_failure():
+            self._join()
+            for buffer in buffers:
+                self._broadcast(buffer)
+
+    def receive(self, manifest: Manifest) -> list[Tensor]:
+        """The buckets of `manifest` from the trainer, each a fresh uint8 tensor of shape [nbytes]."""
+        with self._closed_on_failure():
+            self._join()
+            buffers = []
+            for bucket in buckets(manifest):
+                buffers.append(torch.empty(bucket.nbytes, dtype=torch.uint8))
+                self._broadcast(buffers[-1])
+            return buffers
+
+    def abort(self) -> None:
+        """Close the group. A call that blocks in it ends; called by the trainer, also those of members that wait to join."""
+        self._is_closed = True
+        self._wake.set()
+        if self._rendezvous.rank == TRAINER_RANK and self._store is not None and self._process_group is None:
+            # A clone, because the connection itself is taken by the call that waits for the verdict.
+            self._keys(self._store.clone()).compare_set("verdict", "", _CALLED_OFF)
+        self._process_group = None
+
+    def _join(self) -> None:
+        """Wait for all members, then connect to each.
+
+        The verdict comes before connecting because Gloo's own wait for members cannot be called off.
+        """
+        if self._process_group is not None:
+            return
+        self._store, host = self._open_store()
+        keys, timeout = self._keys(self._store), timedelta(seconds=self._rendezvous.timeout_seconds)
+        if keys.add("joined", 1) == self._rendezvous.world_size:
+            keys.compare_set("verdict", "", _GO)
+        self._refuse_if_closed()
+        keys.wait(["verdict"], timeout)
+        if keys.get("verdict").decode() != _GO:
+            raise UnavailableError(f"weights: the trainer called off epoch {self.epoch}")
+        self._process_group = _gloo_group(keys, self._rendezvous, host, timeout)
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        process_group, done = self._process_group, threading.Event()
+        self._wake = done
+        self._refuse_if_closed()
+        options = dist.BroadcastOptions()
+        options.rootRank = TRAINER_RANK
+        work = process_group.broadcast([buffer], options)
+        future = work.get_future()
+        future.add_done_callback(lambda _: done.set())
+        done.wait()  # ends at the latest with the group's own timeout
+        if not future.done():
+            _abandon(process_group, work)
+            self._refuse_if_closed()
+        future.wait()
+
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise UnavailableError(f"weights: the transfer of epoch {self.epoch} was called off")
+
+    def _keys(self, store: dist.TCPStore) -> dist.PrefixStore:
+        return dist.PrefixStore(f"nexrl/weights/{self.epoch}", store)
+
+    @contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises for a peer that is gone or silent, stores included
+            self._is_closed, self._process_group = True, None
+            raise UnavailableError(f"weights: transfer of epoch {self.epoch}: {str(error).splitlines()[0]}") from error
+        except BaseException:
+            self._is_closed, self._process_group = True, None
+            raise
+
+
+def _gloo_group(store: dist.Store, rendezvous: Rendezvous, host: str, timeout: timedelta) -> Any:
+    # Constructed, not initialised: neither trainer nor engine may find its own default group changed.
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.world_size, options)
+
+
+def _abandon(process_group: Any, work: Any) -> None:
+    """Keep a broadcast that was given up until it ends by itself: Gloo cannot cancel it, and freeing the group would wait."""
+
+    def outlive() -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            log.info("an abandoned broadcast of %s ended: %s", process_group, error)
+
+    threading.Thread(target=outlive, name="abandoned-broadcast", daemon=True).start()
+
+
+def _listening_store(host: str) -> dist.TCPStore:
+    try:
+        listener = socket.create_server((host, 0), backlog=_BACKLOG)
+    except OSError as error:
+        raise FailedPreconditionError(f"weights: cannot listen at {host}: {error.strerror or error}") from None
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_SECONDS),
+        master_listen_fd=listener.detach(),  # the store alone would listen on every interface
+    )
+
+
+def _reached_store(rendezvous: Rendezvous) -> tuple[dist.TCPStore, str]:
+    """A connection to the trainer's store, and this machine's address on the way there."""
+    try:
+        # Tried by hand first: the store's own client goes on trying a refused port until its timeout.
+        with socket.create_connection((rendezvous.host, rendezvous.port), rendezvous.timeout_seconds) as probe:
+            local_host = probe.getsockname()[0]
+    except OSError as error:
+        raise UnavailableError(f"weights: no trainer at {rendezvous.host}:{rendezvous.port}: {error}") from None
+    timeout = timedelta(seconds=rendezvous.timeout_seconds)
+    store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return store, local_host

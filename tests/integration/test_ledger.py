@@ -1,0 +1,276 @@
+"""The ledger's guarantees, each on a real Redis with a clock that the test moves."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from nexrl.errors import FailedPreconditionError, LeaseLostError
+from nexrl.store import Redis, key_prefix
+from nexrl_trajectory_pool.ledger import Ledger, LedgerRules, ProducedSample
+from tests.support.ledger import fill_batch, produced, rules
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def make(redis: Redis, experiment_name: str, clock: Clock) -> AsyncIterator["Make"]:
+    yield Make(redis, experiment_name, clock)
+
+
+class Make:
+    """Builds ledgers over the same keys."""
+
+    def __init__(self, redis: Redis, name: str, clock: Clock) -> None:
+        self._redis, self._prefix, self._clock = redis, key_prefix(name, "default"), clock
+
+    def __call__(self, **changes: object) -> Ledger:
+        return Ledger(self._redis, self._prefix, self.rules(**changes), self._clock)
+
+    def rules(self, **changes: object) -> LedgerRules:
+        return rules(**changes)
+
+
+async def test_credit_limits_what_is_granted_to_one_batch_when_strictly_on_policy(make: Make) -> None:
+    ledger = make()
+    first = await ledger.lease_tasks("", 64, 60)
+    assert [len(task.samples) for task in first.tasks] == [2, 2]
+    second = await ledger.lease_tasks("", 64, 60)
+    assert (second.tasks, second.waiting_on) == ((), "credit")
+    assert await ledger.set_version(1) == 1
+    assert len((await ledger.lease_tasks("", 64, 60)).tasks) == 2
+
+
+async def test_a_repeated_lease_request_gets_the_first_answer(make: Make) -> None:
+    ledger = make()
+    first = await ledger.lease_tasks("same", 2, 60)
+    assert await ledger.lease_tasks("same", 2, 60) == first
+    assert (await ledger.state())["granted"] == 2
+
+
+async def test_an_empty_answer_is_not_remembered(make: Make) -> None:
+    ledger = make()
+    await ledger.lease_tasks("", 64, 60)
+    assert (await ledger.lease_tasks("again", 64, 60)).tasks == ()
+    await ledger.set_version(1)
+    assert (await ledger.lease_tasks("again", 64, 60)).tasks != ()
+
+
+async def test_a_lost_lease_is_granted_again_and_the_late_write_is_fenced_off(make: Make, clock: Clock) -> None:
+    ledger = make()
+    late = await ledger.lease_tasks("", 4, 10)
+    clock.now += 11
+    again = await ledger.lease_tasks("", 4, 10)
+    assert [s for t in again.tasks for s in t.samples] == [(f"{g}.{k}", 2) for g in (0, 1) for k in (0, 1)]
+    assert await ledger.put_samples("", produced(late)) == ("FENCED",) * 4
+    assert await ledger.put_samples("", produced(again)) == ("ACCEPTED",) * 4
+    assert await ledger.put_samples("", produced(again)) == ("DUPLICATE",) * 4
+
+
+async def test_a_renewed_lease_is_kept(make: Make, clock: Clock) -> None:
+    ledger = make()
+    grant = await ledger.lease_tasks("", 2, 10)
+    clock.now += 9
+    assert await ledger.renew(grant.tasks[0].samples, 10) == ()
+    clock.now += 9
+    assert await ledger.put_samples("", produced(grant)) == ("ACCEPTED",) * 2
+
+
+async def test_a_sample_that_fails_for_good_leaves_a_smaller_group_in_the_batch(make: Make) -> None:
+    ledger = make(max_attempts=1)
+    grant = await ledger.lease_tasks("", 4, 60)
+    good = produced(grant)
+    results = [ProducedSample("0.0", 1, failure="env_error"), *good[1:]]
+    assert await ledger.put_samples("", results) == ("ACCEPTED",) * 4
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    assert [len(payloads) for _, payloads in batch.groups] == [2, 1] or [len(p) for _, p in batch.groups] == [1, 2]
+    state = await ledger.state()
+    assert state.dropped == {"env_error": 1}
+    assert state.imbalance == 0
+
+
+async def test_a_group_that_is_lost_whole_is_replaced_by_a_new_one(make: Make) -> None:
+    ledger = make(max_attempts=1)
+    grant = await ledger.lease_tasks("", 4, 60)
+    results = [ProducedSample(s, a, failure="timeout") for s, a in grant.tasks[0].samples]
+    await ledger.put_samples("", [*results, *produced(grant)[2:]])
+    assert (await ledger.lease_batch("", 60))[0] is None
+    refill = await ledger.lease_tasks("", 64, 60)
+    assert [task.group for task in refill.tasks] == ["2"]
+    await ledger.put_samples("", produced(refill))
+    assert (await ledger.lease_batch("", 60))[0] is not None
+
+
+async def test_incomplete_groups_are_dropped_and_refilled_when_the_policy_says_so(make: Make) -> None:
+    ledger = make(max_attempts=1, release_incomplete=False)
+    grant = await ledger.lease_tasks("", 4, 60)
+    good = produced(grant)
+    await ledger.put_samples("", [ProducedSample("0.0", 1, failure="env_error"), *good[1:]])
+    assert (await ledger.lease_batch("", 60))[0] is None
+    state = await ledger.state()
+    assert state.dropped == {"env_error": 1, "incomplete_group": 1}
+    assert (state.credit, state.imbalance) == (2, 0)
+
+
+async def test_a_failed_sample_is_retried_up_to_its_limit(make: Make) -> None:
+    ledger = make(max_attempts=2)
+    await ledger.lease_tasks("", 2, 60)
+    assert await ledger.put_samples("", [ProducedSample("0.0", 1, failure="env_error")]) == ("RETRIED",)
+    again = await ledger.lease_tasks("", 1, 60)
+    assert again.tasks[0].samples == (("0.0", 2),)
+    assert await ledger.put_samples("", [ProducedSample("0.0", 2, failure="env_error")]) == ("ACCEPTED",)
+
+
+async def test_a_stale_group_is_dropped_and_refilled_before_a_batch_is_formed(make: Make) -> None:
+    ledger = make(staleness=1, max_queued=8)
+    await fill_batch(ledger)  # two batches' worth, all of version 0
+    for step in range(2):
+        batch, _ = await ledger.lease_batch("", 60)
+        assert batch is not None
+        await ledger.put_train_batch("", batch.batch, batch.attempt, b"train")
+        assert step == batch.batch
+    await ledger.set_version(1)
+    await fill_batch(ledger, version=0)  # a worker that still samples with version 0: too old for batch 2
+    assert (await ledger.lease_batch("", 60))[0] is None
+    state = await ledger.state()
+    assert state.dropped == {"stale": 4}
+    assert (state.credit, state.imbalance) == (4, 0)
+
+
+async def test_a_lost_batch_is_leased_again_and_its_late_train_batch_refused(make: Make, clock: Clock) -> None:
+    ledger = make()
+    await fill_batch(ledger)
+    late, _ = await ledger.lease_batch("", 10)
+    clock.now += 11
+    again, _ = await ledger.lease_batch("", 10)
+    assert late is not None
+    assert again is not None
+    assert (again.batch, again.attempt, again.groups) == (late.batch, 2, late.groups)
+    with pytest.raises(LeaseLostError):
+        await ledger.put_train_batch("", late.batch, late.attempt, b"late")
+    await ledger.put_train_batch("", again.batch, again.attempt, b"good")
+    await ledger.put_train_batch("", again.batch, again.attempt, b"good")
+
+
+async def _train(ledger: Ledger, incarnation: int, steps: range) -> list[bytes | None]:
+    seen = []
+    for step in steps:
+        await ledger.set_version(step)
+        await fill_batch(ledger, version=step)
+        batch, _ = await ledger.lease_batch("", 60)
+        if batch is not None:
+            await ledger.put_train_batch("", batch.batch, batch.attempt, f"train-{batch.batch}".encode())
+        payload, _ = await ledger.lease_train_batch(step, incarnation)
+        await ledger.ack_train_batch(step, incarnation)
+        await ledger.ack_train_batch(step, incarnation)
+        seen.append(payload)
+    return seen
+
+
+async def test_a_killed_trainer_replays_the_steps_that_no_checkpoint_contains(make: Make) -> None:
+    ledger = make()
+    first, _ = await ledger.resume("", 0, 0)
+    lived = await _train(ledger, first, range(4))
+    await ledger.commit_checkpoint(2, first)
+    second, replayed = await ledger.resume("", 2, 0)
+    assert replayed == 2
+    with pytest.raises(LeaseLostError):
+        await ledger.ack_train_batch(3, first)
+    assert [(await ledger.lease_train_batch(step, second))[0] for step in (2, 3)] == lived[2:]
+    assert await _train(ledger, second, range(2, 6)) == [f"train-{step}".encode() for step in range(2, 6)]
+    state = await ledger.state()
+    assert (state["trained"], state["durable"], state.imbalance) == (24, 8, 0)
+
+
+async def test_a_checkpoint_older_than_the_ledger_is_refused(make: Make) -> None:
+    ledger = make()
+    first, _ = await ledger.resume("", 0, 0)
+    await _train(ledger, first, range(3))
+    await ledger.commit_checkpoint(3, first)
+    with pytest.raises(FailedPreconditionError, match="from 3 to 3"):
+        await ledger.resume("", 1, 0)
+
+
+async def test_a_fresh_ledger_goes_on_where_a_checkpoint_of_another_run_ended(make: Make) -> None:
+    ledger = make()
+    incarnation, replayed = await ledger.resume("", 7, 21)
+    assert replayed == 0
+    grant = await ledger.lease_tasks("", 64, 60)
+    assert [task.position for task in grant.tasks] == [21, 22]
+    await ledger.put_samples("", produced(grant, 7))
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    assert (batch.batch, batch.data_cursor) == (7, 23)
+    assert incarnation == 1
+
+
+async def test_the_last_batch_of_finite_data_may_be_smaller_and_then_the_data_is_exhausted(make: Make) -> None:
+    ledger = make(positions=3, staleness=1)
+    await fill_batch(ledger)
+    sizes = []
+    while True:
+        batch, exhausted = await ledger.lease_batch("", 60)
+        if batch is None:
+            break
+        sizes.append(sum(len(payloads) for _, payloads in batch.groups))
+        await ledger.put_train_batch("", batch.batch, batch.attempt, b"train")
+        await ledger.ack_train_batch(batch.batch, 0)
+    assert (sizes, exhausted) == ([4, 2], True)
+    assert (await ledger.lease_train_batch(2, 0)) == (None, True)
+
+
+async def test_tasks_added_by_hand_come_before_the_data_front_first(make: Make) -> None:
+    ledger = make(staleness=3)
+    await ledger.add_task("", b'{"id": "b"}', front=False)
+    await ledger.add_task("", b'{"id": "a"}', front=True)
+    grant = await ledger.lease_tasks("", 6, 60)
+    assert [task.item for task in grant.tasks] == [b'{"id": "a"}', b'{"id": "b"}', b""]
+
+
+async def test_samples_given_back_are_granted_next_without_a_failure(make: Make) -> None:
+    ledger = make(max_attempts=1)
+    grant = await ledger.lease_tasks("", 2, 60)
+    assert await ledger.return_samples("", grant.tasks[0].samples) == 2
+    again = await ledger.lease_tasks("", 2, 60)
+    assert sorted(again.tasks[0].samples) == [("0.0", 2), ("0.1", 2)]
+
+
+async def test_a_hold_stops_training_grants_until_it_is_lifted(make: Make) -> None:
+    ledger = make()
+    await ledger.hold(3)
+    assert (await ledger.lease_tasks("", 2, 60)).waiting_on == "validation"
+    await ledger.unhold(3)
+    assert (await ledger.lease_tasks("", 2, 60)).tasks
+
+
+async def test_ungrouped_samples_are_ready_one_by_one(make: Make) -> None:
+    ledger = make(leaf_size=1, scoped=False, samples_per_task=3)
+    grant = await ledger.lease_tasks("", 3, 60)
+    for sample in produced(grant):
+        await ledger.put_samples("", [ProducedSample(sample.sample_id, 1, None, sample.sample_id, 0, b"x")])
+    assert (await ledger.state())["ready"] == 3
+    rest = await ledger.lease_tasks("", 9, 60)
+    assert sum(len(task.samples) for task in rest.tasks) == 1
+
+
+async def test_rows_are_deleted_once_their_samples_are_in_a_train_batch(make: Make, redis: Redis, experiment_name: str) -> None:
+    ledger = make()
+    incarnation, _ = await ledger.resume("", 0, 0)
+    await _train(ledger, incarnation, range(2))
+    await ledger.commit_checkpoint(2, incarnation)
+    prefix = key_prefix(experiment_name, "default")
+    left = {key.decode().removeprefix(prefix).split(":")[0] for key in await redis.keys(prefix.replace("{", "[{]") + "*")}
+    assert left <= {"meta", "req"}

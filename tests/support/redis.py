@@ -1,0 +1,41 @@
+"""A real redis-server for a test session."""
+
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from nexrl.local.redis_server import redis_command
+
+START_SECONDS = 20.0
+
+
+@contextmanager
+def running_redis() -> Iterator[str]:
+    """The URL of a fresh server that ends with the block."""
+    with tempfile.TemporaryDirectory(prefix="nexrl-redis-") as folder:
+        socket = Path(folder) / "redis.sock"
+        command = redis_command(Path(folder), socket)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as server:
+            try:
+                _wait_until_up(f"unix://{socket}", server)
+                yield f"unix://{socket}"
+            finally:
+                server.kill()
+
+
+def _wait_until_up(url: str, server: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            redis.Redis.from_url(url).ping()
+        except redis.exceptions.ConnectionError:
+            assert server.poll() is None, "redis-server ended"
+            assert time.monotonic() < deadline, f"redis-server did not answer within {START_SECONDS} s"
+            time.sleep(0.02)
+        else:
+            return

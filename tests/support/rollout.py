@@ -1,0 +1,301 @@
+"""Contract fakes for rollout tests: an engine, weight sync and the pool, as servicers of the protos on real gRPC servers."""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from nexrl.errors import NexrlError
+from nexrl.policy import Policy
+from nexrl.rpc.client import connect
+from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.spec.experiment import Experiment
+from nexrl.v1 import data_loader_service_pb2 as data_loader
+from nexrl.v1 import inference_service_pb2 as inference
+from nexrl.v1 import trajectory_pool_service_pb2 as pool
+from nexrl.v1 import validator_service_pb2 as validator
+from nexrl.v1 import weight_sync_service_pb2 as weight_sync
+from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceServicer, add_DataLoaderServiceServicer_to_server
+from nexrl.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from nexrl.v1.policy_pb2 import Replica
+from nexrl.v1.trajectory_pb2 import (
+    PURPOSE_TRAINING,
+    PUT_OUTCOME_ACCEPTED,
+    PUT_OUTCOME_FENCED,
+    Purpose,
+    SampleLease,
+    SampleResult,
+    Task,
+    TaskLease,
+)
+from nexrl.v1.trajectory_pool_service_pb2_grpc import (
+    TrajectoryPoolServiceServicer,
+    add_TrajectoryPoolServiceServicer_to_server,
+)
+from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceServicer, add_ValidatorServiceServicer_to_server
+from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceServicer, add_WeightSyncServiceServicer_to_server
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Reply = Callable[[inference.GenerateRequest, int], inference.GeneratedCompletion]
+
+
+def completion(
+    token_ids: Sequence[int], finish_reason: str = "stop", versions: Sequence[int] = ()
+) -> inference.GeneratedCompletion:
+    """A completion whose log-probabilities tell the tokens apart: token t has -(t + 1) / 64, exact in float32."""
+    return inference.GeneratedCompletion(
+        token_ids=token_ids,
+        logprobs=[-(token + 1) / 64 for token in token_ids],
+        policy_versions=versions or [0] * len(token_ids),
+        finish_reason=finish_reason,
+    )
+
+
+def echo(request: inference.GenerateRequest, index: int) -> inference.GeneratedCompletion:
+    """The prompt's last tokens, backwards."""
+    tokens = list(reversed(request.prompt_token_ids))[: request.max_new_tokens]
+    return completion(tokens, "length" if len(tokens) == request.max_new_tokens else "stop")
+
+
+class FakeEngine(InferenceServiceServicer):
+    """Answers as `reply` says; raises `errors` first, one for each request; waits while `is_open` is clear."""
+
+    def __init__(self, reply: Reply = echo, errors: Sequence[Exception] = ()) -> None:
+        self.reply = reply
+        self.errors = list(errors)
+        self.requests: list[inference.GenerateRequest] = []
+        self.served: list[inference.GeneratedCompletion] = []
+        self.cancelled = 0
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    async def Generate(self, request: inference.GenerateRequest, context: Context) -> inference.GenerateResponse:
+        self.requests.append(request)
+        try:
+            await self.is_open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.errors:
+            raise self.errors.pop(0)
+        completions = [self.reply(request, index) for index in range(request.n)]
+        self.served += completions
+        return inference.GenerateResponse(completions=completions)
+
+
+class FakeWeightSync(WeightSyncServiceServicer):
+    """Tells the replicas it was given, and again whenever `set` is called."""
+
+    def __init__(self) -> None:
+        self._state = weight_sync.WatchReplicasResponse(committed_version=-1)
+        self._changed = asyncio.Condition()
+
+    async def set(self, *replicas: Replica, committed_version: int = 0) -> None:
+        self._state = weight_sync.WatchReplicasResponse(replicas=replicas, committed_version=committed_version)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def WatchReplicas(
+        self, request: weight_sync.WatchReplicasRequest, context: Context
+    ) -> AsyncIterator[weight_sync.WatchReplicasResponse]:
+        while True:
+            state = self._state
+            yield state
+            async with self._changed:
+                await self._changed.wait_for(lambda before=state: self._state is not before)
+
+
+class FakePool(DataLoaderServiceServicer, TrajectoryPoolServiceServicer, ValidatorServiceServicer):
+    """Grants the leases it is given, in order, and remembers everything."""
+
+    def __init__(self, leases: Sequence[TaskLease] = ()) -> None:
+        self.waiting = list(leases)
+        self.granted: list[str] = []
+        self.results: dict[Purpose.ValueType, list[SampleResult]] = defaultdict(list)
+        self.returned: list[str] = []
+        self.lost: set[str] = set()
+        self.lease_calls = 0
+        self.renewals = 0
+        self.puts = 0
+        self.put_errors: list[NexrlError] = []
+        self.is_over = False
+        self._answers: dict[str, data_loader.LeaseTasksResponse] = {}
+        self._changed = asyncio.Condition()
+
+    @property
+    def in_flight(self) -> int:
+        """Samples granted and neither put nor returned."""
+        return len(self.granted) - sum(map(len, self.results.values())) - len(self.returned)
+
+    async def add(self, *leases: TaskLease) -> None:
+        self.waiting += leases
+        await self._notify()
+
+    async def wait_for(self, is_met: Callable[["FakePool"], bool]) -> None:
+        """Wait until the condition holds after some call."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: is_met(self))
+
+    async def LeaseTasks(
+        self, request: data_loader.LeaseTasksRequest, context: Context
+    ) -> data_loader.LeaseTasksResponse:
+        self.lease_calls += 1
+        await self._notify()
+        if request.request_id in self._answers:
+            return self._answers[request.request_id]
+        try:
+            async with asyncio.timeout(request.wait_seconds), self._changed:
+                await self._changed.wait_for(lambda: bool(self.waiting) or self.is_over)
+        except TimeoutError:
+            return data_loader.LeaseTasksResponse(waiting_on="credit")
+        response = data_loader.LeaseTasksResponse(exhausted=not self.waiting)
+        room = request.max_samples
+        while self.waiting and room > 0:
+            lease = self.waiting.pop(0)
+            if len(lease.samples) > room:
+                rest = TaskLease()
+                rest.CopyFrom(lease)
+                del rest.samples[:room]
+                del lease.samples[room:]
+                self.waiting.insert(0, rest)
+            room -= len(lease.samples)
+            response.leases.append(lease)
+            self.granted += [sample.sample_id for sample in lease.samples]
+        self._answers[request.request_id] = response
+        await self._notify()
+        return response
+
+    async def RenewLeases(
+        self, request: data_loader.RenewLeasesRequest, context: Context
+    ) -> data_loader.RenewLeasesResponse:
+        self.renewals += 1
+        await self._notify()
+        asked = [sample.sample_id for sample in request.samples]
+        return data_loader.RenewLeasesResponse(lost_sample_ids=[sample for sample in asked if sample in self.lost])
+
+    async def ReturnSamples(
+        self, request: data_loader.ReturnSamplesRequest, context: Context
+    ) -> data_loader.ReturnSamplesResponse:
+        self.returned += [sample.sample_id for sample in request.samples]
+        await self._notify()
+        return data_loader.ReturnSamplesResponse(returned=len(request.samples))
+
+    async def PutSamples(self, request: pool.PutSamplesRequest, context: Context) -> pool.PutSamplesResponse:
+        return pool.PutSamplesResponse(outcomes=await self._put(PURPOSE_TRAINING, request.results))
+
+    async def PutValidationSamples(
+        self, request: validator.PutValidationSamplesRequest, context: Context
+    ) -> validator.PutValidationSamplesResponse:
+        return validator.PutValidationSamplesResponse(outcomes=await self._put(Purpose.PURPOSE_VALIDATION, request.results))
+
+    async def _put(self, purpose: Purpose.ValueType, results: Sequence[SampleResult]) -> list[Any]:
+        if self.put_errors:
+            raise self.put_errors.pop(0)
+        self.puts += 1
+        kept = [result for result in results if result.sample_id not in self.lost]
+        self.results[purpose] += kept
+        await self._notify()
+        return [PUT_OUTCOME_FENCED if result.sample_id in self.lost else PUT_OUTCOME_ACCEPTED for result in results]
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def task_lease(
+    group: int, size: int, *, prompt: str = "12", answer: str = "21", purpose: Purpose.ValueType = PURPOSE_TRAINING
+) -> TaskLease:
+    """A lease of one whole group."""
+    item = {"id": f"train-{group}", "prompt": prompt, "answer": answer, "metadata": {}}
+    return TaskLease(
+        task=Task(task_id=f"train-{group}", item_json=json.dumps(item)),
+        group_id=str(group),
+        samples=[SampleLease(sample_id=f"{group}.{index}", attempt=1) for index in range(size)],
+        purpose=purpose,
+        deadline_unix_seconds=time.time() + 60,
+        temperature=1.0,
+    )
+
+
+def replica(name: str, address: str, ready: bool = True) -> Replica:
+    """A replica that serves version 0."""
+    return Replica(replica_id=name, address=address, policy_version=0, ready=ready)
+
+
+@asynccontextmanager
+async def serving(*servicers: object) -> AsyncIterator[str]:
+    """Serves all that each servicer implements; gives host:port."""
+    server = grpc.aio.server(interceptors=[EdgeInterceptor()])
+    for servicer in servicers:
+        for kind, register in _REGISTRATION.items():
+            if isinstance(servicer, kind):
+                register(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def following_policy(weight_sync_address: str, **settings: Any) -> AsyncIterator[Policy]:
+    """A policy that follows the replicas of a weight sync."""
+    async with connect(weight_sync_address) as channel:
+        policy = Policy(channel, **settings)
+        following = asyncio.create_task(policy.follow_replicas())
+        try:
+            yield policy
+        finally:
+            following.cancel()
+            await policy.close()
+
+
+@asynccontextmanager
+async def policy_over(*engines: FakeEngine, **settings: Any) -> AsyncIterator[Policy]:
+    """A policy over engines that are ready."""
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(engine)) for engine in engines]
+        registry = FakeWeightSync()
+        await registry.set(*(replica(f"replica-{index}", address) for index, address in enumerate(addresses)))
+        policy = await stack.enter_async_context(
+            following_policy(await stack.enter_async_context(serving(registry)), **settings)
+        )
+        await policy.wait_ready(10)
+        yield policy
+
+
+def experiment(**rollout: Any) -> Experiment:
+    """A small experiment with the digits as alphabet and this rollout section."""
+    return Experiment.model_validate(
+        {
+            "apiVersion": "nexrl.dev/v1alpha1",
+            "kind": "Experiment",
+            "metadata": {"name": "test"},
+            "spec": {
+                "model": {"scratch": {"alphabet": ALPHABET, "maxPositions": 256}},
+                "data": {"type": "mock"},
+                "rollout": {"maxNewTokens": 16, **rollout},
+                "trajectoryPool": {"batchSize": 16, "groupSize": 4},
+                "inference": {"maxTokensPerRow": 256},
+                "trainer": {"steps": 1},
+            },
+        }
+    )
+
+
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-=.?"
+
+_REGISTRATION: dict[type, Callable[[Any, Any], None]] = {
+    InferenceServiceServicer: add_InferenceServiceServicer_to_server,
+    WeightSyncServiceServicer: add_WeightSyncServiceServicer_to_server,
+    DataLoaderServiceServicer: add_DataLoaderServiceServicer_to_server,
+    TrajectoryPoolServiceServicer: add_TrajectoryPoolServiceServicer_to_server,
+    ValidatorServiceServicer: add_ValidatorServiceServicer_to_server,
+}
+

@@ -1,0 +1,340 @@
+"""The experiment file: what is accepted, and that everything else is refused with path, value, and what is allowed."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nexrl.spec import Experiment, SpecError, dump_resolved, json_schema, load_experiment, load_resolved, validate_file
+from nexrl.spec.experiment import Section
+from nexrl.spec.reference import reference_page
+from nexrl.spec.yaml_core import dump, load
+
+REPOSITORY = Path(__file__).parents[3]
+
+Write = Callable[..., Path]
+
+
+def minimal(**sections: Any) -> dict[str, Any]:
+    """The smallest experiment, with these sections of spec replaced."""
+    spec = {"model": {"scratch": {"alphabet": "0123456789"}}, "data": {"type": "mock"}, "trainer": {"steps": 3}}
+    rollout = {"maxNewTokens": 8}
+    return {
+        "apiVersion": "nexrl.dev/v1alpha1",
+        "kind": "Experiment",
+        "metadata": {"name": "minimal"},
+        "spec": {**spec, "rollout": rollout, **sections},
+    }
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes an experiment, given as sections of spec, a whole document, or text."""
+
+    def write(content: object = None, **sections: Any) -> Path:
+        path = tmp_path / "experiment.yaml"
+        text = content if isinstance(content, str) else yaml.safe_dump(content or minimal(**sections))
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def problems(path: Path, *overrides: str) -> dict[str, str]:
+    return {violation.field: violation.description for violation in validate_file(path, overrides)}
+
+
+def test_a_minimal_experiment_gets_the_documented_defaults(write: Write) -> None:
+    spec = load_experiment(write()).spec
+    assert spec.model.tag == "default"
+    assert (spec.trajectory_pool.batch_size, spec.trajectory_pool.groups_per_batch) == (64, 8)
+    assert spec.rollout.reward == "nexrl.rewards:exact_match"
+    assert spec.weight_sync.staleness_threshold == 0
+    assert spec.validation is None
+
+
+def test_defaults_follow_the_choice_that_they_depend_on(write: Write) -> None:
+    spec = load_experiment(
+        write(
+            rollout={"type": "single_turn_math", "maxNewTokens": 8},
+            algorithm={"loss": "cispo"},
+            weightSync={"mode": "batch-async"},
+        )
+    ).spec
+    assert spec.rollout.reward == "nexrl.rewards:math_answer"
+    assert spec.algorithm.clip_high == pytest.approx(4.0)
+    assert spec.weight_sync.staleness_threshold == 1
+
+
+def test_every_problem_is_reported_at_once(write: Write) -> None:
+    document = minimal(
+        model={"path": "nowhere"},
+        data={"type": "jsonl", "path": "missing.jsonl"},
+        trainer={},
+        trajectoryPool={"batchSize": 10, "groupSize": 4},
+        weightSync={"mode": "batch-async", "stalenessThreshold": 0},
+        algorithm={"learningRate": "fast"},
+        rolout={},
+    )
+    document["metadata"]["name"] = "Not_A_Name"
+    found = problems(write(document))
+    assert set(found) == {
+        "metadata.name",
+        "spec.algorithm.learningRate",
+        "spec.data.path",
+        "spec.model.path",
+        "spec.rolout",
+        "spec.trainer.steps",
+        "spec.trajectoryPool.groupSize",
+        "spec.weightSync.stalenessThreshold",
+    }
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "words"),
+    [
+        ({"trainer": {}}, "spec.trainer.steps", ["missing", "an integer, 1 to 1000000"]),
+        ({"trainer": {"steps": "3"}}, "spec.trainer.steps", ['"3" is not allowed', "an integer"]),
+        ({"trainer": {"steps": 0}}, "spec.trainer.steps", ["0 is not allowed", "1 to 1000000"]),
+        ({"trainer": {"steps": 1, "step": 1}}, "spec.trainer.step", ["unknown key", "did you mean steps?"]),
+        ({"trainer": {"steps": 1, "replicas": 2}}, "spec.trainer.replicas", ["2 is not allowed", "an integer, 1"]),
+        ({"trajectoryPool": {"group_size": 8}}, "spec.trajectoryPool.group_size", ["did you mean groupSize?"]),
+        ({"rollout": {"type": "agents"}}, "spec.rollout.type", ['"agents"', "mock, simple, agent, single_turn_math"]),
+        ({"rollout": {"temperature": 0}}, "spec.rollout.temperature", ["a number, above 0 and at most 10"]),
+        ({"rollout": {"type": "agent"}}, "spec.rollout.environment", ["agent needs environment"]),
+        ({"rollout": {"environment": "a:B"}}, "spec.rollout.environment", ["only agent"]),
+        ({"rollout": {"reward": "no-colon"}}, "spec.rollout.reward", ['"no-colon"', "matching"]),
+        ({"rollout": {"systemPrompt": "Hi"}}, "spec.rollout.systemPrompt", ["chat: true"]),
+        ({"rollout": {"maxNewTokens": 64}}, "spec.rollout", ["maxPositions"]),
+        ({"data": {"type": "torch"}}, "spec.data.type", ['"torch"', "jsonl, mock, parquet, python, reasoning_gym"]),
+        ({"data": {"size": 3}}, "spec.data.type", ["missing", "jsonl"]),
+        ({"data": {"type": "mock", "path": "x"}}, "spec.data.path", ["unknown key", "size"]),
+        ({"data": {"type": "python", "factory": "a b"}}, "spec.data.factory", ['"a b"']),
+        ({"model": {}}, "spec.model.scratch", ["exactly one"]),
+        ({"model": {"path": "x", "scratch": {"alphabet": "a"}}}, "spec.model.scratch", ["exactly one"]),
+        ({"model": {"scratch": {"alphabet": "a{a"}}}, "spec.model.scratch.alphabet", ["repeated: 'a'"]),
+        ({"model": {"scratch": {"alphabet": "a", "heads": 3}}}, "spec.model.scratch.heads", ["even multiple"]),
+        ({"model": {"path": "package:no_such_package"}}, "spec.model.path", ["no Python package"]),
+        ({"weightSync": {"stalenessThreshold": 1}}, "spec.weightSync.stalenessThreshold", ["must be 0 in mode sync"]),
+        ({"resume": {"mode": "from_path"}}, "spec.resume.path", ["from_path needs path"]),
+        ({"resume": {"mode": "auto", "path": "x"}}, "spec.resume.path", ["only from_path"]),
+        ({"inference": {"backend": "vllm"}}, "spec.inference.backend", ["not installed", "builtin"]),
+        ({"inference": {"url": "http://x:1"}}, "spec.inference.url", ["only backend vllm"]),
+        ({"inference": {"maxTokensPerRow": 8}}, "spec.inference", ["must be above rollout.maxNewTokens"]),
+        ({"algorithm": {"betas": [0.9]}}, "spec.algorithm.betas", ["a list, 2 long"]),
+        ({"algorithm": {"betas": [0.9, 1]}}, "spec.algorithm.betas[1]", ["1 is not allowed"]),
+        ({"algorithm": {"learningRate": float("nan")}}, "spec.algorithm.learningRate", ["a number"]),
+        ({"monitor": {"health": {"timeoutSeconds": 5}}}, "spec.monitor.health.timeoutSeconds", ["above"]),
+        ({"redis": {"url": "localhost:6379"}}, "spec.redis.url", ["redis"]),
+        ({"validation": {"data": {"type": "mock"}, "samplesPerTask": 4}}, "spec.validation.samplesPerTask", ["greedy"]),
+        ({"trainer": 3}, "spec.trainer", ["a mapping with the keys type, backend, steps"]),
+    ],
+)
+def test_one_mistake_gives_one_message_at_its_path(
+    write: Write, sections: dict[str, Any], field: str, words: list[str]
+) -> None:
+    found = problems(write(**sections))
+    assert list(found) == [field]
+    assert all(word in found[field] for word in words), found
+
+
+def test_guide_spellings_of_readiness_mean_the_short_ones(write: Write) -> None:
+    loaded = load_experiment(write(trajectoryPool={"readiness": "batch_size_reached_and_loaded_batch_finished"}))
+    assert loaded.spec.trajectory_pool.readiness == "batch_size_and_loaded_batch_finished"
+
+
+def test_an_override_replaces_what_the_file_says(write: Write) -> None:
+    overrides = ["algorithm.learningRate=1e-3", "trainer.steps=7", "metadata.name=other", "logger.backends=[jsonl]"]
+    loaded = load_experiment(write(), overrides)
+    assert loaded.spec.algorithm.learning_rate == pytest.approx(1e-3)
+    assert loaded.spec.trainer.steps == 7
+    assert loaded.metadata.name == "other"
+    assert loaded.spec.logger.backends == ("jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("trainer.step=1", "spec.trainer.step", "did you mean steps?"),
+        ("trainr.steps=1", "spec.trainr", "did you mean trainer?"),
+        ("trainer.steps=many", "spec.trainer.steps", '"many" is not allowed'),
+        ("trainer.steps.more=1", "override trainer.steps.more=1", "steps has no keys"),
+        ("trainer.steps", "override trainer.steps", "KEY=VALUE"),
+        ("spec.trainer.steps=1", "override spec.trainer.steps=1", "write trainer.steps=1"),
+        ("trainer.steps=[", "override trainer.steps=[", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_refused_like_a_wrong_file(write: Write, override: str, field: str, words: str) -> None:
+    found = problems(write(), override)
+    assert list(found) == [field]
+    assert words in found[field]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("spec:\n  model: [1, 2\n  data: {}\n", "line 3"),
+        ("kind: Experiment\nkind: Experiment\n", "line 2: not valid YAML: key 'kind' occurs twice"),
+        ("- 1\n", "a mapping"),
+        ("", "a mapping"),
+        ("a: 1\n---\nb: 2\n", "line 2"),
+        ("a: &a [*a]\n", "Circular"),
+        ("? [1]\n: 2\n", "a key must be text"),
+        ("a: \x00\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_yaml_mapping_is_refused_with_the_line(write: Write, text: str, words: str) -> None:
+    (violation,) = validate_file(write(text))
+    assert words in str(violation)
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"{tmp_path / 'no.yaml'}: cannot be read: No such file")):
+        load_experiment(tmp_path / "no.yaml")
+
+
+def test_a_spec_that_is_no_mapping_is_refused(write: Write) -> None:
+    assert list(problems(write({**minimal(), "spec": 3}))) == ["spec"]
+
+
+def test_the_error_reads_as_a_list_of_all_problems(write: Write) -> None:
+    path = write(trainer={"steps": 0, "x": 1})
+    with pytest.raises(SpecError) as caught:
+        load_experiment(path)
+    head, *lines = str(caught.value).splitlines()
+    assert head == f"{path}: 2 problems"
+    assert [line.partition(":")[0] for line in lines] == ["  spec.trainer.steps", "  spec.trainer.x"]
+    assert caught.value.exit_code == 2
+
+
+def test_relative_paths_start_at_the_folder_of_the_file(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
+    path = write(model={"path": "model"}, data={"type": "jsonl", "path": "tasks.jsonl"}, checkpoint={"path": "../kept"})
+    loaded = load_experiment(path)
+    assert loaded.spec.model.path == str(tmp_path / "model")
+    assert loaded.spec.data.path == str(tmp_path / "tasks.jsonl")  # type: ignore[union-attr]
+    assert loaded.spec.checkpoint.path == str(tmp_path.parent / "kept")
+    assert loaded.folder == tmp_path
+
+
+def test_a_broken_line_of_the_data_is_found_before_anything_starts(write: Write, tmp_path: Path) -> None:
+    lines = ['{"prompt": "a", "answer": "b"}'] * 20
+    lines[16] = '{"prompt": "a", "answer"'
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+    found = problems(write(data={"type": "jsonl", "path": "tasks.jsonl"}))
+    assert list(found) == ["spec.data.path"]
+    assert "tasks.jsonl line 17: not JSON" in found["spec.data.path"]
+
+
+def test_an_api_key_variable_must_exist(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(inference={"backend": "vllm", "url": "http://engine:8000", "apiKeyEnv": "ENGINE_KEY"})
+    assert list(problems(path)) == ["spec.inference.apiKeyEnv"]
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    assert problems(path) == {}
+    assert "secret" not in dump_resolved(load_experiment(path))
+
+
+def test_the_resolved_file_is_the_same_experiment_from_any_folder(write: Write, tmp_path: Path) -> None:
+    loaded = load_experiment(write(), ["algorithm.learningRate=1e-5"])
+    elsewhere = tmp_path / "run" / "experiment.yaml"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(dump_resolved(loaded))
+    assert load_resolved(elsewhere) == loaded
+    assert load_experiment(elsewhere) == loaded
+    assert load_resolved(elsewhere).folder == tmp_path
+
+
+def test_a_resolved_file_is_read_without_its_data(tmp_path: Path) -> None:
+    document = minimal(data={"type": "jsonl", "path": "/nowhere.jsonl"}, model={"path": "/nowhere"})
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(document))
+    assert load_resolved(path).spec.model.path == "/nowhere"
+
+
+@given(prompt=st.text(max_size=40), name=st.from_regex(r"[a-z][a-z0-9]{0,20}", fullmatch=True))
+def test_dumping_and_loading_keeps_any_text(prompt: str, name: str) -> None:
+    document = minimal(rollout={"chat": True, "systemPrompt": prompt, "maxNewTokens": 8})
+    document["metadata"]["annotations"] = {name: prompt}
+    experiment = Experiment.model_validate_json(json.dumps(document))
+    assert Experiment.model_validate_json(json.dumps(load(dump_resolved(experiment)))) == experiment
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(value=json_values)
+def test_yaml_that_is_written_is_read_back(value: object) -> None:
+    assert load(dump(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("1E5", 1e5), ("-.5", -0.5), ("7", 7), ("no", "no"), ("true", True), ("2026-11-21", "2026-11-21"),
+     ("010", "010"), ("1:30", "1:30"), ("~", None), ("e5", "e5"), ("1_000", "1_000")],
+)  # fmt: skip
+def test_plain_scalars_have_the_types_of_yaml_1_2(text: str, value: object) -> None:
+    read = load(text)
+    assert (read, type(read)) == (value, type(value))
+
+
+def sections_of(section: type[Section]) -> set[type[Section]]:
+    return {section}.union(*(sections_of(child) for child in section.__subclasses__()))
+
+
+def test_every_key_says_what_it_means() -> None:
+    for section in sections_of(Section):
+        assert section.__doc__
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name}"
+            assert field.description.endswith("."), f"{section.__name__}.{name}"
+
+
+def test_every_number_and_list_has_bounds() -> None:
+    for name, definition in json_schema()["$defs"].items():
+        for key, node in definition.get("properties", {}).items():
+            for option in node.get("anyOf", [node]):
+                if option.get("type") in {"integer", "number"}:
+                    assert {"minimum", "exclusiveMinimum"} & option.keys(), f"{name}.{key}"
+                    assert {"maximum", "exclusiveMaximum"} & option.keys(), f"{name}.{key}"
+                if option.get("type") == "array":
+                    assert "maxItems" in option, f"{name}.{key}"
+
+
+def test_an_experiment_cannot_be_changed(write: Write) -> None:
+    experiment = load_experiment(write())
+    with pytest.raises(ValueError, match="frozen"):
+        experiment.spec.trainer.steps = 5
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    page = (REPOSITORY / "docs/reference/experiment.md").read_text()
+    assert page == reference_page(), "run: python -m nexrl.spec.reference > docs/reference/experiment.md"
+
+
+def test_the_configuration_map_names_all_rows_and_only_keys_that_exist() -> None:
+    text = (REPOSITORY / "docs/reference/configuration-map.md").read_text()
+    rows = [line.split("|")[1:5] for line in text.splitlines() if line.startswith("| Q")]
+    assert [row[0].strip() for row in rows] == [f"Q{number}" for number in range(1, 51)]
+    page = reference_page()
+    for _, _, here, _ in rows:
+        for section, key in re.findall(r"`([a-zA-Z.]+)\.([a-zA-Z]+)`", here):
+            headings = [section, f"spec.{section}", f"spec.{section} of type jsonl"]
+            tables = [page.partition(f"# {heading}\n")[2].partition("\n#")[0] for heading in headings]
+            assert any(f"| `{key}` |" in table for table in tables), f"{section}.{key}"
+
+
+@pytest.mark.parametrize("example", ["sort-digits/experiment.yaml", "smollm2-arithmetic.yaml"])
+def test_examples_can_run_here(example: str) -> None:
+    assert validate_file(REPOSITORY / "examples" / example) == []

@@ -1,0 +1,258 @@
+"""The gateway over HTTP: the `openai` package against it, and what it refuses."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError
+from nexrl.policy import Sampling
+from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
+from nexrl_rollout.gateway import Gateway
+from nexrl_rollout.session import Session
+from nexrl_rollout.text import TextCodec
+from tests.support.rollout import FakeEngine, completion, policy_over
+from tests.support.tokenizers import chat_tokenizer
+
+CODEC = TextCodec(chat_tokenizer())
+END = CODEC.encode("<|im_end|>")[0]
+SAMPLING = Sampling(max_new_tokens=16, temperature=0.5, top_p=0.9, top_k=7)
+
+
+def spelled(text: str) -> FakeEngine:
+    """An engine that writes `text` one character per token, as no tokenizer would, and ends its turn."""
+
+    def reply(request: GenerateRequest, index: int) -> GeneratedCompletion:
+        tokens = [*(CODEC.encode(character)[0] for character in text), END][: request.max_new_tokens]
+        return completion(tokens, "stop" if tokens[-1] == END else "length", [len(request.prompt_token_ids)] * len(tokens))
+
+    return FakeEngine(reply)
+
+
+@asynccontextmanager
+async def gateway_over(engine: FakeEngine, max_context_tokens: int = 512) -> AsyncIterator[Gateway]:
+    async with policy_over(engine, max_retries=0) as policy:
+        gateway = Gateway(policy, CODEC, model="default", max_context_tokens=max_context_tokens, timeout_seconds=30)
+        await gateway.listen("127.0.0.1", 0)
+        try:
+            yield gateway
+        finally:
+            await gateway.close()
+
+
+@asynccontextmanager
+async def open_client(gateway: Gateway, session: Session) -> AsyncIterator[openai.AsyncOpenAI]:
+    endpoint = gateway.endpoint(session)
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.guide("F3", "G10", "G18")
+async def test_three_turns_of_an_openai_client_are_one_contiguous_trajectory() -> None:
+    engine = spelled("ab12")
+    async with gateway_over(engine) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                messages: list[Any] = [{"role": "user", "content": "go"}]
+                for turn in range(3):
+                    answer = await client.chat.completions.create(model="any", messages=messages)
+                    assert answer.choices[0].message.content == "ab12"
+                    assert answer.choices[0].finish_reason == "stop"
+                    messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": f"turn {turn}"}]
+            (trajectory,) = session.trajectories(1.0, {}, {"task_id": "t"})
+
+    seen: list[int] = []
+    for request, served in zip(engine.requests, engine.served, strict=True):
+        assert list(request.prompt_token_ids[: len(seen)]) == seen
+        seen = [*request.prompt_token_ids, *served.token_ids]
+    assert list(trajectory.token_ids) == seen
+    recorded = [
+        (token, logprob)
+        for token, logprob, mask in zip(trajectory.token_ids, trajectory.logprobs, trajectory.loss_mask, strict=True)
+        if mask
+    ]
+    assert recorded == [pair for served in engine.served for pair in zip(served.token_ids, served.logprobs, strict=True)]
+    assert [span.policy_version for span in trajectory.spans] == [len(r.prompt_token_ids) for r in engine.requests]
+    assert trajectory.response == "ab12\nab12\nab12"
+
+
+async def test_assistant_message_carries_its_tokens() -> None:
+    engine = spelled("ab")
+    async with gateway_over(engine) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
+    message = answer.choices[0].message.model_dump()
+    assert message["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids)
+    assert message["generation_token_ids"] == list(engine.served[0].token_ids)
+    assert message["generation_log_probs"] == list(engine.served[0].logprobs)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+async def test_streamed_reply_is_the_same_reply() -> None:
+    async with gateway_over(spelled("ab")) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                stream = await client.chat.completions.create(
+                    model="any", messages=[{"role": "user", "content": "go"}], stream=True
+                )
+                chunks = [chunk.choices[0] async for chunk in stream]
+            assert len(session.trajectories(0.0, {}, {})) == 1
+    assert "".join(choice.delta.content or "" for choice in chunks) == "ab"
+    assert chunks[-1].finish_reason == "stop"
+
+
+async def test_sampling_is_the_sessions_whatever_the_client_asks_for() -> None:
+    engine = spelled("abab")
+    async with gateway_over(engine) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                for limit in (2, 1000):
+                    await client.chat.completions.create(
+                        model="any",
+                        messages=[{"role": "user", "content": "go"}],
+                        max_tokens=limit,
+                        temperature=2.0,
+                        top_p=0.1,
+                        seed=1,
+                    )
+    for request in engine.requests:
+        assert (request.temperature, request.top_p, request.top_k, request.n) == (0.5, 0.9, 7, 1)
+        assert not request.HasField("seed")
+    assert [request.max_new_tokens for request in engine.requests] == [2, 16]
+
+
+async def test_full_context_is_refused_in_the_words_that_agents_look_for() -> None:
+    async with gateway_over(spelled("ab"), max_context_tokens=40) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                with pytest.raises(openai.BadRequestError, match="maximum context length is 40 tokens") as caught:
+                    await client.chat.completions.create(
+                        model="any", messages=[{"role": "user", "content": "long " * 20}]
+                    )
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_completion_is_limited_to_the_room_that_is_left() -> None:
+    engine = spelled("abababababababab")
+    prompt = len(CODEC.encode(CODEC.render([{"role": "user", "content": "go"}])))
+    async with gateway_over(engine, max_context_tokens=prompt + 3) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
+    assert engine.requests[0].max_new_tokens == 3
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("session_id", ["unknown", "ended"])
+async def test_session_that_is_not_open_is_refused(session_id: str) -> None:
+    async with gateway_over(spelled("ab")) as gateway:
+        with gateway.session(SAMPLING) as session:
+            ended = session.id
+        url = f"{gateway.address}/s/{ended if session_id == 'ended' else 'guess'}/v1/chat/completions"
+        async with aiohttp.ClientSession() as http, http.post(url, json={"messages": []}) as response:
+            assert response.status == 404
+            assert "no such session" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "JSON object"),
+        (b'{"messages": []}', "messages: must be a list of 1"),
+        (b'{"messages": [{"content": "x"}]}', "messages[0]: must be an object with a role"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages[0].content"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', "n: must be 1"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\n"]}', "stop: not supported"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0.5}', "max_tokens"),
+    ],
+)
+async def test_wrong_request_is_refused_with_what_is_wrong(body: bytes, message: str) -> None:
+    engine = spelled("ab")
+    async with gateway_over(engine) as gateway:
+        with gateway.session(SAMPLING) as session:
+            url = f"{gateway.endpoint(session).base_url}/chat/completions"
+            async with aiohttp.ClientSession() as http, http.post(url, data=body) as response:
+                assert response.status == 400
+                error = (await response.json())["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(NexrlError("broken"), 500), (InvalidArgumentError("refused"), 400)], ids=["500", "400"]
+)
+async def test_engine_error_is_an_openai_error(error: NexrlError, status: int) -> None:
+    engine = spelled("ab")
+    engine.errors = [error]
+    async with gateway_over(engine) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
+            assert caught.value.status_code == status
+            assert not session.trajectories(0.0, {}, {})
+
+
+async def test_tool_calls_are_parsed_and_their_results_extend_the_chain() -> None:
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    engine = spelled(written)
+    tools: list[Any] = [{"type": "function", "function": {"name": "add"}}]
+    async with gateway_over(engine) as gateway:
+        with gateway.session(Sampling(max_new_tokens=200)) as session:
+            async with open_client(gateway, session) as client:
+                messages: list[Any] = [{"role": "user", "content": "go"}]
+                answer = await client.chat.completions.create(model="any", messages=messages, tools=tools)
+                (call,) = answer.choices[0].message.tool_calls or []
+                messages += [answer.choices[0].message.model_dump(), {"role": "tool", "content": "1", "tool_call_id": call.id}]
+                await client.chat.completions.create(model="any", messages=messages, tools=tools)
+            (trajectory,) = session.trajectories(1.0, {}, {})
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert sum(trajectory.loss_mask) == 2 * (len(written) + 1)
+
+
+async def test_tokenize_gives_the_ids_that_the_next_turn_is_generated_from() -> None:
+    engine = spelled("ab")
+    async with gateway_over(engine) as gateway:
+        with gateway.session(SAMPLING) as session:
+            base_url = gateway.endpoint(session).base_url
+            messages: list[Any] = [{"role": "user", "content": "go"}]
+            async with aiohttp.ClientSession() as http:
+                for _ in range(2):
+                    url = f"{base_url.removesuffix('/v1')}/tokenize"
+                    async with http.post(url, json={"messages": messages}) as response:
+                        tokens = (await response.json())["tokens"]
+                    async with http.post(f"{base_url}/chat/completions", json={"messages": messages}) as response:
+                        message = (await response.json())["choices"][0]["message"]
+                    assert tokens == list(engine.requests[-1].prompt_token_ids)
+                    messages += [message, {"role": "user", "content": "more"}]
+
+
+async def test_models_tells_the_longest_context() -> None:
+    async with gateway_over(spelled("ab"), max_context_tokens=77) as gateway:
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                models = (await client.models.list()).data
+    assert [(model.id, model.model_dump()["max_model_len"]) for model in models] == [("default", 77)]
+
+
+async def test_policy_without_replicas_is_a_503() -> None:
+    async with policy_over(FakeEngine()) as policy:
+        await policy.close()
+        gateway = Gateway(policy, CODEC, model="default", max_context_tokens=99, timeout_seconds=0.05)
+        await gateway.listen("127.0.0.1", 0)
+        with gateway.session(SAMPLING) as session:
+            async with open_client(gateway, session) as client:
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
+        await gateway.close()
+    assert caught.value.status_code == 503
+    assert UnavailableError.status.lower() in str(caught.value)

@@ -1,0 +1,168 @@
+"""Checkpoints: resumed runs are the same run, and a killed writer leaves nothing that looks complete."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from nexrl_trainer.batching import TrainBatch
+from nexrl_trainer.checkpoint import (
+    CheckpointMetadata,
+    find_latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    read_metadata,
+    save_checkpoint,
+)
+from nexrl_trainer.step import Learner
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+from nexrl.models import iter_weights
+
+BuildLearner = Callable[..., Learner]
+BuildBatch = Callable[..., TrainBatch]
+KILLED = 9
+
+
+def assert_equal_state(first: Learner, second: Learner) -> None:
+    assert first.step == second.step
+    for left, right in (
+        (dict(iter_weights(first.model)), dict(iter_weights(second.model))),
+        (first.optimizer_tensors(), second.optimizer_tensors()),
+    ):
+        assert left.keys() == right.keys()
+        assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def save(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> Path:
+    return save_checkpoint(folder, learner, tokenizer, CheckpointMetadata(step=learner.step))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_resumed_run_equals_the_run_that_was_never_stopped(
+    tmp_path: Path,
+    build_learner: BuildLearner,
+    build_batch: BuildBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    steps_before: int,
+) -> None:
+    whole, resumed = build_learner(dtype=dtype), build_learner(dtype=dtype)
+    for step in range(steps_before):
+        whole.train(build_batch(step))
+    metadata = CheckpointMetadata(steps_before, batch_ids=(0, 1, 2), cursor={"epoch": 0, "position": 12})
+    path = save_checkpoint(tmp_path, whole, tokenizer, metadata)
+    drawn = torch.rand(4)
+
+    resumed.train(build_batch(99))  # whatever it held before must be gone
+    assert load_checkpoint(path, resumed) == metadata
+    assert torch.equal(torch.rand(4), drawn)
+    assert_equal_state(whole, resumed)
+    for step in range(steps_before, steps_before + 3):
+        assert whole.train(build_batch(step)) == resumed.train(build_batch(step))
+    assert_equal_state(whole, resumed)
+
+
+def test_hugging_face_opens_a_checkpoint(
+    tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner = build_learner()
+    learner.train(build_batch(0))
+    path = save(tmp_path, learner, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for (name, tensor), (saved_name, saved) in zip(iter_weights(learner.model), iter_weights(model), strict=True):
+        assert name == saved_name
+        assert torch.equal(tensor, saved)
+    assert AutoTokenizer.from_pretrained(path)("42=").input_ids == tokenizer("42=").input_ids
+
+
+def test_latest_is_judged_by_number(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert find_latest_checkpoint(tmp_path) is None
+    learner = build_learner()
+    for learner.step in (10, 9):
+        save(tmp_path, learner, tokenizer)
+    assert find_latest_checkpoint(tmp_path) == tmp_path / "global_step_10"
+
+
+def sync_calls_of_a_save(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, die_at: int) -> int:
+    """Save in a child process that dies, without any clean-up, at its `die_at`-th write to disk. Its exit code."""
+    child = os.fork()
+    if child == 0:
+        real, calls = os.fsync, iter(range(1000))
+        os.fsync = lambda descriptor: os._exit(KILLED) if next(calls) == die_at else real(descriptor)  # type: ignore[assignment]
+        save(folder, learner, tokenizer)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_writer_killed_at_any_write_leaves_the_previous_checkpoint_the_latest(
+    tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner, resumed = build_learner(), build_learner()
+    previous = save(tmp_path, learner, tokenizer)
+    learner.train(build_batch(0))
+    kills = 0
+    while sync_calls_of_a_save(tmp_path, learner, tokenizer, die_at=kills) == KILLED:
+        latest = find_latest_checkpoint(tmp_path)
+        assert latest is not None
+        read_metadata(latest)
+        if latest != previous:
+            break  # the last write is that of the folder, after the rename: complete, and merely not yet known to be
+        kills += 1
+    assert kills >= 5  # model, configuration, tokenizer, state, marker
+    load_checkpoint(tmp_path / "global_step_1", resumed)
+    assert_equal_state(learner, resumed)
+    assert prune_checkpoints(tmp_path, keep=1) == [previous]
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def test_a_step_is_saved_once(tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase) -> None:
+    learner = build_learner()
+    save(tmp_path, learner, tokenizer)
+    with pytest.raises(AlreadyExistsError):
+        save(tmp_path, learner, tokenizer)
+
+
+def test_a_damaged_file_is_noticed_and_the_learner_left_alone(
+    tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner = build_learner()
+    learner.train(build_batch(0))
+    path = save(tmp_path, learner, tokenizer)
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+    fresh = build_learner()
+    with pytest.raises(FailedPreconditionError, match=r"model\.safetensors is missing or damaged"):
+        load_checkpoint(path, fresh)
+    assert_equal_state(fresh, build_learner())
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = save(tmp_path, build_learner(), tokenizer)
+    with pytest.raises(FailedPreconditionError, match="another model"):
+        load_checkpoint(path, build_learner(dtype="bfloat16"))
+
+
+def test_an_unfinished_checkpoint_is_not_loaded(tmp_path: Path, build_learner: BuildLearner) -> None:
+    (tmp_path / "global_step_7").mkdir()
+    assert find_latest_checkpoint(tmp_path) is None
+    with pytest.raises(NotFoundError):
+        load_checkpoint(tmp_path / "global_step_7", build_learner())
+
+
+def test_pruning_keeps_the_newest(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner = build_learner()
+    for learner.step in (2, 9, 10):
+        save(tmp_path, learner, tokenizer)
+    prune_checkpoints(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_9"]

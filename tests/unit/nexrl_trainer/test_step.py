@@ -1,0 +1,163 @@
+"""The learner: agreement with plain PyTorch, invariance to the split, repeatability."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nexrl_trainer.batching import TrainBatch, TrainSequence
+from nexrl_trainer.step import Learner, learning_rate
+
+from nexrl.errors import InvalidArgumentError, TrainingFailedError
+from nexrl.models import iter_weights
+from nexrl.spec.experiment import AlgorithmSpec
+
+BuildLearner = Callable[..., Learner]
+BuildBatch = Callable[..., TrainBatch]
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in iter_weights(learner.model)}
+
+
+def gradients(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None])
+
+
+def plain_logprobs(learner: Learner, batch: TrainBatch, temperature: float) -> np.ndarray:
+    """One sequence at a time through the whole model: no padding, no gathering."""
+    parts = []
+    for ids in np.split(batch.token_ids_N, np.cumsum(batch.lengths_B)[:-1]):
+        with torch.no_grad():
+            logits_TV = learner.model(torch.from_numpy(ids)[None]).logits[0] / temperature
+        logprobs_T = logits_TV[:-1].log_softmax(-1).gather(-1, torch.from_numpy(ids)[1:, None]).squeeze(-1)
+        parts.append(np.concatenate([[0], logprobs_T.numpy()]))
+    return np.concatenate(parts) * batch.loss_mask_N
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_forward_gives_the_logprobs_of_the_whole_model(
+    build_learner: BuildLearner, build_batch: BuildBatch, temperature: float
+) -> None:
+    learner, batch = build_learner(temperature=temperature, max_tokens=20), build_batch(seed=1)
+    np.testing.assert_allclose(learner.forward(batch), plain_logprobs(learner, batch, temperature), atol=1e-5)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    max_tokens=st.integers(1, 40),
+    loss=st.sampled_from(["ppo_clip", "cispo", "reinforce"]),
+    aggregation=st.sampled_from(["token", "sequence"]),
+)
+def test_gradient_and_metrics_do_not_depend_on_the_micro_batches(
+    build_learner: BuildLearner, build_batch: BuildBatch, seed: int, max_tokens: int, loss: str, aggregation: str
+) -> None:
+    batch = build_batch(seed)
+    algorithm = {"loss": loss, "aggregation": aggregation, "entropy_coefficient": 0.1, "kl_coefficient": 0.1}
+    whole, split = build_learner(**algorithm), build_learner(**algorithm, max_tokens=max_tokens)
+    expected, metrics = whole.forward_backward(batch), split.forward_backward(batch)
+    assert asdict(metrics) == pytest.approx(asdict(expected), rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(gradients(split), gradients(whole), rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_a_step_with_its_denominator_accumulate_to_the_step(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    batch, whole, parts = build_batch(seed=2), build_learner(), build_learner()
+    whole.forward_backward(batch)
+    first = np.arange(len(batch.lengths_B)) < 2
+    for rows in (first, ~first):
+        parts.forward_backward(batch.select(rows), denominator=batch.token_count)
+    torch.testing.assert_close(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce"])
+def test_on_policy_every_loss_trains_as_reinforce(
+    build_learner: BuildLearner, build_batch: BuildBatch, loss: str
+) -> None:
+    reference, learner, batch = build_learner(loss="reinforce"), build_learner(loss=loss), build_batch(seed=3)
+    on_policy = replace(batch, rollout_logprobs_N=learner.forward(batch))
+    metrics = learner.forward_backward(on_policy)
+    reference.forward_backward(on_policy)
+    torch.testing.assert_close(gradients(learner), gradients(reference), rtol=1e-4, atol=1e-6)
+    assert metrics.ratio_mean == pytest.approx(1, abs=1e-5)
+    assert metrics.mismatch_kl == pytest.approx(0, abs=1e-6)
+    assert metrics.clip_fraction == 0
+
+
+def test_same_batches_give_the_same_weights_bit_for_bit(build_learner: BuildLearner, build_batch: BuildBatch) -> None:
+    first, second = build_learner(entropy_coefficient=0.05), build_learner(entropy_coefficient=0.05)
+    for step in range(3):
+        assert first.train(build_batch(step)) == second.train(build_batch(step))
+    assert all(torch.equal(tensor, weights(second)[name]) for name, tensor in weights(first).items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_raises_the_probability_of_what_was_good(build_learner: BuildLearner, dtype: str) -> None:
+    learner = build_learner(dtype=dtype)
+    mask, zeros = [False, True, True], [0.0, 0.0, 0.0]
+    batch = TrainBatch.pack([TrainSequence([1, 5, 6], mask, zeros, 1.0), TrainSequence([1, 7, 8], mask, zeros, -1.0)])
+    algorithm = AlgorithmSpec(loss="reinforce")
+    before_N = learner.forward(batch)
+    for _ in range(3):
+        learner.forward_backward(batch, algorithm)
+        learner.optimizer_step()
+    change_N = learner.forward(batch) - before_N
+    assert change_N[1:3].sum() > 0 > change_N[4:].sum()
+
+
+def test_updates_too_small_for_bfloat16_add_up(build_learner: BuildLearner, build_batch: BuildBatch) -> None:
+    learner, batch = build_learner(dtype="bfloat16", learning_rate=1e-4, warmup_steps=0), build_batch(seed=4)
+    norm = dict(learner.model.named_parameters())["model.norm.weight"]  # ones: neighbours are 2^-8 away
+    for _ in range(10):
+        learner.train(batch)
+    masters = learner.optimizer_tensors()["master.model.norm.weight"]
+    assert torch.equal(norm, torch.ones_like(norm))
+    assert (masters - 1).abs().max() > 5e-4
+
+
+def test_a_batch_with_nothing_to_train_changes_no_weight_and_counts_as_a_step(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    learner = build_learner()
+    learner.train(build_batch(seed=5))
+    before = weights(learner)
+    metrics = learner.train(TrainBatch.pack([]))
+    assert (metrics.step, metrics.token_count, metrics.loss) == (2, 0, 0.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+
+
+def test_a_gradient_that_is_not_finite_stops_training_before_the_weights_are_touched(
+    build_learner: BuildLearner,
+) -> None:
+    learner = build_learner()
+    before = weights(learner)
+    with pytest.raises(TrainingFailedError, match="step 1: gradient norm is nan"):
+        learner.train(TrainBatch.pack([TrainSequence([1, 5], [False, True], [0, 0], float("nan"))]))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+
+
+def test_entropy_bonus_raises_entropy(build_learner: BuildLearner, build_batch: BuildBatch) -> None:
+    batch = build_batch(seed=6)
+    learner = build_learner(loss="reinforce", entropy_coefficient=1.0, learning_rate=1e-3)
+    still = replace(batch, advantages_N=0 * batch.advantages_N)
+    before = learner.train(still).entropy
+    assert learner.train(still).entropy > before
+
+
+def test_kl_penalty_without_reference_logprobs_is_refused(build_learner: BuildLearner) -> None:
+    batch = TrainBatch.pack([TrainSequence([1, 5], [False, True], [0, 0], 1.0)])
+    with pytest.raises(InvalidArgumentError, match="reference_logprobs_N"):
+        build_learner(kl_coefficient=0.1).train(batch)
+
+
+def test_learning_rate_rises_then_falls_to_its_floor() -> None:
+    algorithm = AlgorithmSpec(learning_rate=1.0, warmup_steps=2, final_learning_rate_ratio=0.1)
+    rates = [learning_rate(step, algorithm, total_steps=12) for step in range(14)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[7] == pytest.approx(0.55)
+    assert rates[12:] == pytest.approx([0.1, 0.1])
