@@ -1,9 +1,9 @@
 """Samples per second of the whole loop, across processes, against TRL's GRPOTrainer in one process.
 
-Both train the "sort digits" example: the same initial weights, tokenizer, tasks, reward code, batch, group, completion length
-and hyper-parameters, read from the example's experiment file. They take turns on the same machine; TRL runs with one and with
-two threads, and the better of the two counts. Samples per second are those of all steps but the first, over the time from the
-end of the first step to the end of the last: start-up, compilation and validation of either side do not count.
+Both train the "sort digits" example: the same initial weights, tokenizer, tasks, reward code, batch, group, completion
+length and hyper-parameters, read from the example's experiment file. They take turns on the same machine; TRL runs with
+one and with two threads, and the better of the two counts. Samples per second are those of all steps but the first,
+over the time from the end of the first step to the end of the last: start-up of either side does not count.
 
     python benchmarks/loop_vs_trl.py [--rounds 3] [--steps 60]
 """
@@ -31,7 +31,12 @@ TRL_THREADS = (1, 2)
 RESULT = ROOT / "runs/bench-loop.json"
 RUN_SECONDS = 900.0
 # As TRL does it: every row is trained on, nothing is validated or saved on the way.
-SAME_WORK = ("algorithm.zeroVarianceGroups=keep", "validation=null", "checkpoint.everySteps=0", "metadata.name=bench-loop")
+SAME_WORK = (
+    "algorithm.zeroVarianceGroups=keep",
+    "validation=null",
+    "checkpoint.everySteps=0",
+    "metadata.name=bench-loop",
+)
 
 
 def main() -> None:
@@ -50,7 +55,7 @@ def main() -> None:
 
 
 def write_recipe(experiment: Experiment, folder: Path) -> Path:
-    """What TRL needs to do the same: the initial model as a folder, and the hyper-parameters as JSON. Gives the JSON's path."""
+    """What TRL needs to do the same: the initial model as a folder, hyper-parameters as JSON; gives the JSON's path."""
     spec = experiment.spec
     build_model(spec.model, spec.model.seed).save_pretrained(folder / "model")
     build_tokenizer(spec.model).save_pretrained(folder / "model")
@@ -77,13 +82,15 @@ def write_recipe(experiment: Experiment, folder: Path) -> Path:
 
 
 def run_round(number: int, recipe: Path, overrides: list[str]) -> dict[str, Any]:
-    """One run of ours and one of TRL with each number of threads: samples per second, their ratio, and the rewards at the end."""
+    """One run of ours, and one of TRL with each number of threads: samples per second, last rewards, the ratio."""
     ours = run_ours(recipe.parent / f"round-{number}", overrides)
     trl = {threads: run_trl(recipe, threads) for threads in TRL_THREADS}
     best = max(trl.values(), key=lambda result: result["samples_per_second"])
     ratio = ours["samples_per_second"] / best["samples_per_second"]
-    shown = ", ".join(f"{result['samples_per_second']:.0f} with {threads} threads" for threads, result in trl.items())
-    print(f"round {number}: ours {ours['samples_per_second']:.0f} samples/s; TRL {shown}; ratio {ratio:.2f}", flush=True)
+    shown = ", ".join(f"{result['samples_per_second']:.0f} ({threads} threads)" for threads, result in trl.items())
+    print(
+        f"round {number}: samples/s ours {ours['samples_per_second']:.0f}, TRL {shown}; ratio {ratio:.2f}", flush=True
+    )
     return {"ours": ours, "trl_by_threads": trl, "ratio": ratio}
 
 
@@ -113,7 +120,8 @@ def report(rounds: list[dict[str, Any]], steps: int) -> None:
     ratio = median(entry["ratio"] for entry in rounds)
     machine = f"{os.cpu_count()} CPUs ({_cpu_model()}), load average {os.getloadavg()[0]:.1f} at the end"
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"ratio": ratio, "steps": steps, "machine": machine, "rounds": rounds}, indent=2) + "\n")
+    result = {"ratio": ratio, "steps": steps, "machine": machine, "rounds": rounds}
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
     rewards = f"ours {rounds[-1]['ours']['reward_last']:.2f}, TRL {rounds[-1]['trl_by_threads'][1]['reward_last']:.2f}"
     print(f"mean reward of the last 10 of {steps} steps: {rewards}")
     print(f"samples per second, ours to TRL's: {ratio:.2f} (median of {len(rounds)} rounds); {machine}; {RESULT}")

@@ -1,8 +1,8 @@
 """TRL's half of `loop_vs_trl.py`: the same model, tasks and hyper-parameters under TRL's GRPOTrainer.
 
-Runs in a virtual environment of its own (.venv-trl) and imports nothing of nexrl: what the two halves share comes in as a
-recipe, a JSON file that `loop_vs_trl.py` writes. Settings that are not the recipe's are the fastest found for this size on a
-CPU: float32, no vLLM, one micro-batch, fused AdamW, no logging, no saving, no gradient checkpointing.
+Runs in a virtual environment of its own (.venv-trl) and imports nothing of nexrl: what the two halves share comes in as
+a recipe, a JSON file that `loop_vs_trl.py` writes. Settings that are not the recipe's are the fastest found for this
+size on a CPU: float32, no vLLM, one micro-batch, fused AdamW, no logging, no saving, no gradient checkpointing.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 
 log = logging.getLogger(__name__)
 
-MAX_CALL_SECONDS = 3600.0
+MAX_CALL_SECONDS = 3000.0  # gRPC rounds long deadlines up; servers refuse more than 3600
 FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 2.0
 

@@ -11,16 +11,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from nexrl_controller import server
-from nexrl_controller.controller import Controller
-from nexrl_controller.error_log import Severity
-from nexrl_controller.events import Started, VersionCommitted
-from nexrl_controller.logging_backends import open_backends
-from nexrl_controller.policy_versions import follow_policy_versions
-from nexrl_controller.service import ActivityServicer, ControllerServicer
-from nexrl_controller.state import Phase
-from nexrl_controller.state_store import StateStore
-from nexrl_controller.validation import Validation
 
 from nexrl.activity import ActivityTracker
 from nexrl.errors import InvalidArgumentError, UnavailableError
@@ -34,6 +24,16 @@ from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub, add_Activity
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub, add_ControllerServiceServicer_to_server
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub, add_ValidatorServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub, add_WeightSyncServiceServicer_to_server
+from nexrl_controller import server
+from nexrl_controller.controller import Controller
+from nexrl_controller.error_log import Severity
+from nexrl_controller.events import Started, VersionCommitted
+from nexrl_controller.logging_backends import open_backends
+from nexrl_controller.policy_versions import follow_policy_versions
+from nexrl_controller.service import ActivityServicer, ControllerServicer
+from nexrl_controller.state import Phase
+from nexrl_controller.state_store import StateStore
+from nexrl_controller.validation import Validation
 from tests.support.controller import Clock, FakeValidator, FakeWeightSync, experiment, served
 
 if TYPE_CHECKING:

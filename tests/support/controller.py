@@ -7,15 +7,16 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from nexrl_controller.state import Rules, State
 
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.spec import Experiment
 from nexrl.v1 import validator_service_pb2 as validator_pb
 from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
+from nexrl_controller.state import Rules, State
 
 if TYPE_CHECKING:  # the generated classes are abstract to type checkers only; a fake has the methods that are called
-    ValidatorServiceServicer = WeightSyncServiceServicer = object
+    from builtins import object as ValidatorServiceServicer  # noqa: N812
+    from builtins import object as WeightSyncServiceServicer  # noqa: N812
 else:
     from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceServicer
     from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceServicer

@@ -1,7 +1,7 @@
-"""Writes docs/reference/developer-guide.md: each promise of the developer guide, where it lives here, the tests that prove it.
+"""Writes docs/reference/developer-guide.md: each promise of the guide, where it lives here, the tests that prove it.
 
-Rows come from developer-guide.yaml beside the page, tests from `@pytest.mark.guide("H7")` markers (on a test, a class, or a
-module's `pytestmark`), which are read from the source, so that the page can be made without running or importing a test.
+Rows come from developer-guide.yaml beside the page, tests from `@pytest.mark.guide("H7")` markers (on a test, a class,
+or a module's `pytestmark`), which are read from the source: the page is made without running or importing a test.
 
     python -m tests.support.guide            write the page
     python -m tests.support.guide --check    fail when it is not up to date
@@ -28,8 +28,8 @@ _PREAMBLE = """# The developer guide, row by row
 What each component must offer, where it lives here, and the tests that prove it. Written by `make guide` from
 [developer-guide.yaml](developer-guide.yaml) and the `guide` markers of the tests; do not edit.
 
-**done**: it is here, and a test proves it. **untested**: it is here; no test is marked with the row yet. **by design**: done
-in another way, which the page names, so that there is nothing of its own to test. **open**: still to be built.
+**done**: it is here, and a test proves it. **untested**: it is here; no test is marked with the row yet.
+**by design**: done in another way, which the page names, and no test is marked with it. **open**: still to be built.
 """
 
 
@@ -59,7 +59,9 @@ def load_rows() -> list[Row]:
     """All rows, in the order of the file."""
     sections = yaml.safe_load(ROWS.read_text())
     return [
-        Row(row_id, section, item, where) for section, rows in sections.items() for row_id, (item, where) in rows.items()
+        Row(row_id, section, item, where)
+        for section, rows in sections.items()
+        for row_id, (item, where) in rows.items()
     ]
 
 
@@ -115,7 +117,9 @@ def _module_marks(module: ast.Module) -> list[str]:
     return [row_id for value in assigned for row_id in _rows_in(value)]
 
 
-def _marked(body: Sequence[ast.stmt], inherited: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Sequence[str]]]:
+def _marked(
+    body: Sequence[ast.stmt], inherited: Sequence[str], prefix: str = ""
+) -> Iterator[tuple[str, Sequence[str]]]:
     """Tests of a module or class with the rows of their markers, those of what encloses them included."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

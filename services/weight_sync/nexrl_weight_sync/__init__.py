@@ -1,1 +1,1 @@
-"""Policy versions: which one is committed, which replicas serve it, and the transaction that moves from one to the next."""
+"""Policy versions: which one is committed, which replicas serve it, and how the next one is brought to them."""

@@ -1,7 +1,7 @@
-"""The state machine of one model tag: who the replicas are, which version is committed, and the one sync that may be on.
+"""The state machine of one model tag: the replicas, the committed version, and the one sync that may be on.
 
-Nothing here waits, sends or reads a clock: the caller brings the time (`now`, monotonic seconds) and does what the answers
-say. What holds at every moment:
+Nothing here waits, sends or reads a clock: the caller brings the time (`now`, monotonic seconds) and does what the
+answers say. What holds at every moment:
   - a replica is ready only when the version and digest that it holds are the committed ones;
   - the committed version and the epoch never go back;
   - at most one sync is on, it has a deadline, and so has a validation hold: `next_deadline` and `expire` end them.
@@ -20,8 +20,8 @@ NO_VERSION = -1
 class Rules:
     """What the experiment asks for.
 
-    `max_lag_steps`: versions that the committed one may lag behind the newest offered one before rollouts must wait; None
-    for any. `is_due`: whether a version is to be validated. Times in seconds.
+    `max_lag_steps`: versions that the committed one may lag behind the newest offered one before rollouts must wait;
+    None for any. `is_due`: whether a version is to be validated. Times in seconds.
     """
 
     max_lag_steps: int | None
@@ -185,16 +185,16 @@ class Coordinator:
     def gate(self) -> str:
         """Why rollouts must wait; empty when they may go on.
 
-        A validation hold does not make them wait: validation rollouts pass the same gate, and the credit bounds the others.
+        A validation hold does not: validation rollouts pass the same gate, and the credit bounds the others.
         """
         if self._committed.policy_version == NO_VERSION:
             return "no policy version has been committed yet"
         if not any(map(self.is_ready, self.members)):
             return f"no replica serves the committed version {self._committed.policy_version}"
+        if self._held_version != NO_VERSION or self._rules.max_lag_steps is None:
+            return ""
         lag_steps = self._offered_version - self._committed.policy_version
-        if self._held_version == NO_VERSION and self._rules.max_lag_steps is not None and lag_steps > self._rules.max_lag_steps:
-            return f"version {self._offered_version} is being synced"
-        return ""
+        return f"version {self._offered_version} is being synced" if lag_steps > self._rules.max_lag_steps else ""
 
     # Replicas.
 
@@ -215,7 +215,7 @@ class Coordinator:
         return replica != known.replica
 
     def remove(self, replica_id: str, reason: str) -> bool:
-        """Put a replica out. A transfer that it takes part in ends: the others would wait for it. True when it was here."""
+        """Put a replica out, and end a transfer that it takes part in: the others would wait. True if it was here."""
         member = self._members.pop(replica_id, None)
         if member is None:
             return False
@@ -260,8 +260,9 @@ class Coordinator:
 
         A new epoch begins when the membership changed, the trainer has no open group, or the last transfer failed.
         """
-        if self.waiting_on(weights):
-            raise FailedPreconditionError(f"a sync of version {weights.policy_version} waits on {self.waiting_on(weights)}")
+        waiting_on = self.waiting_on(weights)
+        if waiting_on:
+            raise FailedPreconditionError(f"a sync of version {weights.policy_version} waits on {waiting_on}")
         if self._progress is not None and self._progress.sync.request_id == request_id:
             return self._progress.sync
         if self._progress is not None:
@@ -307,8 +308,9 @@ class Coordinator:
         if not is_served:
             return self._end(Cause.NOT_TAKEN, "no replica took the weights")
         self._group.is_intact = True
-        if sync.weights.policy_version > self._committed.policy_version and self._rules.is_due(sync.weights.policy_version):
-            self._held_version, self._hold_until = sync.weights.policy_version, now + self._rules.hold_seconds
+        policy_version = sync.weights.policy_version
+        if policy_version > self._committed.policy_version and self._rules.is_due(policy_version):
+            self._held_version, self._hold_until = policy_version, now + self._rules.hold_seconds
         self._committed = sync.weights
         return self._end(None, "")
 

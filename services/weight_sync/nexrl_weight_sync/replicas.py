@@ -34,7 +34,7 @@ class ReplicaClients:
     async def receive(self, address: str, sync_id: str, rendezvous: Rendezvous, manifest: Manifest) -> str:
         """Have the replica at `address` receive; gives the digest of what it received.
 
-        Raises TransferInterruptedError when another member is to blame, else the NexrlError that the replica failed with.
+        Raises TransferInterruptedError when another member is to blame, else the NexrlError with which it failed.
         """
         request = pb.ReceiveWeightsRequest(
             sync_id=sync_id, rendezvous=rendezvous_to_wire(rendezvous), manifest=manifest_to_wire(manifest)

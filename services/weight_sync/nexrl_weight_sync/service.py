@@ -62,9 +62,7 @@ class WeightSyncServicer(WeightSyncServiceServicer):
         if isinstance(sync, str):
             return pb.PrepareSyncResponse(waiting_on=sync)
         world_size = len(sync.members) + 1
-        rendezvous = Rendezvous(
-            sync.epoch, request.host, request.port, TRAINER_RANK, world_size, self._timeout_seconds
-        )
+        rendezvous = Rendezvous(sync.epoch, request.host, request.port, TRAINER_RANK, world_size, self._timeout_seconds)
         return pb.PrepareSyncResponse(sync_id=sync.sync_id, rendezvous=rendezvous_to_wire(rendezvous))
 
     async def CommitSync(self, request: pb.CommitSyncRequest, context: Context) -> pb.CommitSyncResponse:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -31,7 +32,7 @@ class WeightSyncStore:
 
     async def load(self) -> State:
         """The state that was saved last; that of an experiment which has not begun when there is none."""
-        fields: dict[bytes, bytes] = await self._redis.hgetall(self._key)
+        fields: dict[Any, Any] = await self._redis.hgetall(self._key)
         if not fields:
             return State()
         return State(
@@ -44,7 +45,14 @@ class WeightSyncStore:
     async def save(self, state: State) -> None:
         """Store `state`. Raises FailedPreconditionError when a newer one is stored, UnavailableError without Redis."""
         replicas = json.dumps([asdict(replica) for replica in state.replicas])
-        arguments = [state.committed.policy_version, state.committed.digest, state.epoch, state.held_version, replicas]
+        committed = state.committed
+        arguments: list[str | int] = [
+            committed.policy_version,
+            committed.digest,
+            state.epoch,
+            state.held_version,
+            replicas,
+        ]
         try:
             is_saved = await self._save(keys=[self._key], args=arguments)
         except RedisError as error:
@@ -53,7 +61,5 @@ class WeightSyncStore:
             raise FailedPreconditionError("another weight-sync process serves this model tag; this one is out of date")
 
 
-def _replica(fields: dict[str, object]) -> Replica:
-    holds = fields["holds"]
-    assert isinstance(holds, dict)
-    return Replica(str(fields["replica_id"]), str(fields["address"]), str(fields["http_url"]), Weights(**holds))
+def _replica(fields: dict[str, Any]) -> Replica:
+    return Replica(fields["replica_id"], fields["address"], fields["http_url"], Weights(**fields["holds"]))

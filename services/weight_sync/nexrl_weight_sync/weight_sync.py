@@ -103,11 +103,10 @@ class WeightSync:
 
     async def watch(self) -> AsyncIterator[View]:
         """The replicas, and again at every change."""
-        last: View | None = None
-        while not self._change.is_closed:
-            if await self._change.until(lambda: self.view() != last):
-                last = self.view()
-                yield last
+        sent: View | None = None
+        while await self._change.until(lambda sent=sent: self.view() != sent):  # type: ignore[misc]
+            sent = self.view()
+            yield sent
 
     # The transaction.
 
@@ -177,7 +176,7 @@ class WeightSync:
     async def announce(self, tell: Callable[[int], Awaitable[None]]) -> None:
         """`tell` the committed version, and each later one, for as long as the task lives."""
         told = NO_VERSION
-        while await self._change.until(lambda: self._coordinator.committed.policy_version != told):
+        while await self._change.until(lambda told=told: self._coordinator.committed.policy_version != told):  # type: ignore[misc]
             policy_version = self._coordinator.committed.policy_version
             await tell(policy_version)
             told = policy_version

@@ -14,7 +14,6 @@ from nexrl.local.run_folder import RunFolder
 from nexrl.spec import Experiment
 
 LOOPBACK = "127.0.0.1"
-STOP_ORDER = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool", "controller", "redis")
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,17 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import redis.asyncio
 
 from nexrl.errors import NexrlError, TrainingFailedError
 from nexrl.local.child import Child
-from nexrl.local.components import STOP_ORDER, Addresses, choose_addresses, commands
+from nexrl.local.components import Addresses, choose_addresses, commands
 from nexrl.local.report import write_report
 from nexrl.local.run_folder import RunFolder
 from nexrl.local.view import RunView
@@ -39,8 +40,10 @@ CALL_SECONDS = 30.0
 FIRST_CONTACT_SECONDS = 60.0
 POOL_SECONDS = 1.0
 REDIS_SECONDS = 20.0
-RESTARTED_HERE = ("controller", "redis")
-"""What the controller cannot judge, since it is one of them or needs the other."""
+CORE = ("controller", "redis")
+"""What the controller cannot judge, since it is one of them and needs the other; stopped last, in this order."""
+COMPONENTS = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool")
+"""In the order in which they stop: each before what it needs to end well."""
 CONFIGURATION_EXITS = (2, 4)
 INTERRUPTED_EXIT = 130
 
@@ -126,17 +129,17 @@ class Launcher:
                 return await self._follow(controller, pool)
         finally:
             self._stopping = True
-            await self._stop_all()
+            await self._stop((*COMPONENTS, *CORE))
             for task in supervisors:
                 task.cancel()
             await asyncio.gather(*supervisors, return_exceptions=True)
 
     async def _follow(self, controller: grpc.aio.Channel, pool: grpc.aio.Channel) -> pb.Experiment | None:
         with RunView(self.experiment, self.children) as view:
-            ending = asyncio.create_task(_until_terminal(controller, view))
+            ending = asyncio.create_task(self._until_ended(controller, view))
             depths = asyncio.create_task(_show_pool(pool, view))
             interrupted = asyncio.create_task(self._interrupted.wait())
-            tasks: list[asyncio.Future[object]] = [ending, interrupted, self._failure]  # type: ignore[list-item]
+            tasks: list[asyncio.Future[Any]] = [ending, interrupted, self._failure]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if self._failure.done():
@@ -146,6 +149,18 @@ class Launcher:
                 for task in (ending, depths, interrupted):
                     task.cancel()
                 await asyncio.gather(ending, depths, interrupted, return_exceptions=True)
+
+    async def _until_ended(self, controller: grpc.aio.Channel, view: RunView) -> pb.Experiment:
+        """Follow the controller. When it says Stopping, stop the components, whose ends it waits for."""
+        stub = ControllerServiceStub(controller)
+        async for message in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
+            view.show(message.experiment)
+            if message.experiment.phase in TERMINAL:
+                return message.experiment
+            if message.experiment.phase == pb.PHASE_STOPPING and not self._stopping:
+                self._stopping = True
+                await self._stop(COMPONENTS)
+        raise AssertionError("a watch has no end")
 
     async def _redis_is_up(self) -> None:
         deadline = time.monotonic() + REDIS_SECONDS
@@ -164,16 +179,16 @@ class Launcher:
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
         while True:
             code = await child.run()
-            if self._stopping:
+            if self._stopping and child.name in CORE:
                 return
             delay_seconds = await self._verdict(child, code, controller)
-            if delay_seconds is None:
+            if delay_seconds is None or self._stopping:
                 return
             await asyncio.sleep(delay_seconds)
 
     async def _verdict(self, child: Child, code: int, controller: grpc.aio.Channel) -> float | None:
         """Seconds until the child is to start again, or None when the run is over."""
-        if child.name in RESTARTED_HERE:
+        if child.name in CORE:
             if code not in CONFIGURATION_EXITS and child.starts <= self.experiment.spec.failure_policy.max_restarts:
                 return 0.2
             self._fail("RestartsExhausted", f"{child.name} ended with code {code}: {child.log_tail()}")
@@ -192,25 +207,10 @@ class Launcher:
         if not self._failure.done():
             self._failure.set_result(pb.Experiment(phase=pb.PHASE_FAILED, reason=reason, message=message))
 
-    async def _stop_all(self) -> None:
-        for role in STOP_ORDER:
+    async def _stop(self, roles: Sequence[str]) -> None:
+        for role in roles:
             of_role = [child for child in self.children if child.name.startswith(role)]
             await asyncio.gather(*(child.stop(STOP_SECONDS) for child in of_role))
-
-
-async def _until_terminal(controller: grpc.aio.Channel, view: RunView) -> pb.Experiment:
-    async with contextlib.aclosing(_states(controller)) as states:
-        async for experiment in states:
-            view.show(experiment)
-            if experiment.phase in TERMINAL:
-                return experiment
-    raise AssertionError("a watch has no end")
-
-
-async def _states(controller: grpc.aio.Channel) -> AsyncGenerator[pb.Experiment, None]:
-    stub = ControllerServiceStub(controller)
-    async for message in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
-        yield message.experiment
 
 
 async def _show_pool(channel: grpc.aio.Channel, view: RunView) -> None:

@@ -66,5 +66,6 @@ def rendezvous_from_wire(message: pb.Rendezvous) -> Rendezvous:
 
 def _tensor_from_wire(message: pb.TensorSpec) -> TensorSpec:
     if message.data_type not in _FROM_WIRE:
-        raise InvalidArgumentError(f"manifest: {message.name}: data_type {message.data_type} is not one of {sorted(_FROM_WIRE)}")
+        allowed = ", ".join(map(str, _FROM_WIRE))
+        raise InvalidArgumentError(f"manifest: {message.name}: data_type {message.data_type} is not one of {allowed}")
     return TensorSpec(message.name, _FROM_WIRE[message.data_type], tuple(message.shape))

@@ -79,7 +79,7 @@ class Bucket:
 
 
 def buckets(manifest: Manifest) -> Iterator[Bucket]:
-    """The manifest's tensors in its order, each bucket filled up to `bucket_bytes`; a larger tensor has one of its own."""
+    """The tensors in the manifest's order, each bucket filled up to `bucket_bytes`; a larger tensor has its own."""
     placements: list[Placement] = []
     end = 0
     for tensor in manifest.tensors:

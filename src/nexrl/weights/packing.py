@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of one policy version, packed: `buffers[i]` (uint8, shape [nbytes of bucket i]) holds bucket i of `manifest`."""
+    """A copy of one policy version, packed: `buffers[i]` (uint8, shape [nbytes]) holds bucket i of `manifest`."""
 
     manifest: Manifest
     buffers: tuple[Tensor, ...]
@@ -59,7 +60,7 @@ def digest(manifest: Manifest, buffers: Sequence[Tensor]) -> str:
 
 def _chunks(manifest: Manifest, buffers: Sequence[Tensor]) -> Iterator[memoryview]:
     for bucket, buffer in zip(buckets(manifest), buffers, strict=True):
-        content = memoryview(buffer.numpy())
+        content = memoryview(cast(Any, buffer.numpy()))  # numpy's arrays are buffers, its type stubs do not say so
         for placement in bucket.placements:
             yield content[placement.offset : placement.end]
 

@@ -1,21 +1,24 @@
-"""The trainer's side of weight sync: offers a version, broadcasts it, has it committed; and serves those who come later."""
+"""The trainer's side of weight sync: offers a version, broadcasts it, has it committed, and serves late joiners."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from nexrl.errors import LeaseLostError, NexrlError, NotFoundError, UnavailableError
 from nexrl.rpc.client import call, is_passing, new_request_id, watch
 from nexrl.v1 import weight_sync_service_pb2 as pb
-from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.codec import manifest_to_wire, rendezvous_from_wire
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Sender
+
+if TYPE_CHECKING:
+    from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceAsyncStub
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ REPUBLISH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Publication:
-    """What became of one version. `committed_version` is above `policy_version` when a newer one was committed before."""
+    """What became of one version. `committed_version` is above `policy_version` when a newer one was there already."""
 
     policy_version: int
     committed_version: int
@@ -45,7 +48,13 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, stub: WeightSyncServiceStub, sender: Sender, *, model_tag: str, bucket_bytes: int, timeout_seconds: float
+        self,
+        stub: "WeightSyncServiceAsyncStub",
+        sender: Sender,
+        *,
+        model_tag: str,
+        bucket_bytes: int,
+        timeout_seconds: float,
     ) -> None:
         """`bucket_bytes` and `timeout_seconds` (for one sync): spec.weightSync. The sender is closed by `close`."""
         self._stub = stub
@@ -63,8 +72,8 @@ class WeightPublisher:
     async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Publication:
         """Bring `policy_version` to the replicas; returns when at least one serves it.
 
-        Waits without limit for a replica and for the end of a validation. The tensors must not change before it returns.
-        Raises UnavailableError when five attempts at the transfer failed.
+        Waits without limit for a replica and for the end of a validation. The tensors must not change before it
+        returns. Raises UnavailableError when five attempts at the transfer failed.
         """
         began = time.monotonic()
         async with self._one_at_a_time:
@@ -73,13 +82,14 @@ class WeightPublisher:
             )
             self._snapshot = packed
             committed_version, attempts = await self._publish(packed)
-        return Publication(policy_version, committed_version, packed.manifest.nbytes, attempts, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return Publication(policy_version, committed_version, packed.manifest.nbytes, attempts, seconds)
 
     async def keep_replicas_current(self) -> None:
         """Follow the replicas for as long as the task lives: run it beside the training loop.
 
-        A replica that joined or lost its weights gets the committed version again, also while the loop waits for a batch:
-        in mode sync nothing else could end that wait. A transfer whose member is gone is called off at once.
+        A replica that joined or lost its weights gets the committed version again, also while the loop waits for a
+        batch: in mode sync nothing else could end that wait. A transfer whose member is gone is called off at once.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_replicas())
@@ -105,7 +115,7 @@ class WeightPublisher:
                 reason = answer.reason
             log.warning("attempt %d to publish version %d failed: %s", attempt, version, reason)
             await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2**attempt)
-        raise UnavailableError(f"version {version} could not be published in {MAX_ATTEMPTS} attempts; the last: {reason}")
+        raise UnavailableError(f"version {version} not published in {MAX_ATTEMPTS} attempts; the last: {reason}")
 
     async def _attempt(self, packed: Snapshot, *, wait_seconds: float) -> pb.CommitSyncResponse:
         """One sync, from prepare to commit. With a `wait_seconds` of 0 it is given up when it cannot begin at once."""
@@ -213,5 +223,5 @@ class WeightPublisher:
 
 
 def _is_retriable(error: NexrlError) -> bool:
-    """True when another attempt may succeed: a peer was gone, or weight sync was restarted and has forgotten the sync."""
+    """True when another attempt may succeed: a peer was gone, or weight sync was restarted and forgot the sync."""
     return is_passing(error) or isinstance(error, NotFoundError)

@@ -1,4 +1,4 @@
-"""A replica's side of weight sync: receives a version beside the one it serves, and hands it over when it is committed."""
+"""A replica's side of weight sync: receives a version beside the one it serves, and hands it over at the commit."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

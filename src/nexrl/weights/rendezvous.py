@@ -9,7 +9,7 @@ TRAINER_RANK = 0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address of the trainer's TCP store, this process's rank (the trainer is 0), and how long to wait for a silent peer.
+    """Address of the trainer's TCP store, this process's rank (the trainer is 0), and patience with a silent peer.
 
     Raises InvalidArgumentError for numbers with which no group can form.
     """
@@ -23,6 +23,6 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         if self.epoch < 1 or not self.host or not 0 < self.port < 65536 or self.timeout_seconds <= 0:
-            raise InvalidArgumentError(f"rendezvous: epoch, port and timeout_seconds must be above 0 and host set: {self}")
+            raise InvalidArgumentError(f"rendezvous: no host, or a number that is not above 0: {self}")
         if not 0 <= self.rank < self.world_size:
             raise InvalidArgumentError(f"rendezvous: rank {self.rank} is not below world_size {self.world_size}")

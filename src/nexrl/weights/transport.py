@@ -1,6 +1,6 @@
 """The broadcast of packed buckets over a torch.distributed process group that is nobody's default group.
 
-Every blocking function here ends within the rendezvous' timeout, and raises UnavailableError when a peer is gone or silent.
+Every blocking function here ends, with UnavailableError, when a peer is gone or silent for the rendezvous' timeout.
 """
 
 import logging
@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from nexrl.errors import FailedPreconditionError, UnavailableError
 from nexrl.weights.manifest import Manifest, buckets
@@ -31,7 +31,7 @@ class Sender:
     """The trainer's end (rank 0). Its TCP store listens from construction to `close`, and serves every epoch."""
 
     def __init__(self, host: str) -> None:
-        """`host`: the address of this machine at which replicas reach it. Raises FailedPreconditionError if it is none."""
+        """`host`: this machine's address, as replicas reach it. Raises FailedPreconditionError if it is none."""
         self.host = host
         self._store = _listening_store(host)
         self._group: Group | None = None
@@ -50,7 +50,7 @@ class Sender:
         """The group of the rendezvous' epoch: the open one, or one that joins when it is first used."""
         if self._group is None or self.open_epoch != rendezvous.epoch:
             self.close_group()
-            self._group = Group(rendezvous, lambda: (self._store.clone(), self.host))
+            self._group = Group(rendezvous, lambda: (_clone(self._store), self.host))
         return self._group
 
     def close_group(self) -> None:
@@ -91,11 +91,11 @@ class Group:
     A group that failed or was aborted is closed for good: the next sync needs a new epoch.
     """
 
-    def __init__(self, rendezvous: Rendezvous, open_store: Callable[[], tuple[dist.TCPStore, str]]) -> None:
+    def __init__(self, rendezvous: Rendezvous, open_store: Callable[[], tuple[TCPStore, str]]) -> None:
         """`open_store` gives a connection to the TCP store, and the address at which this process takes connections."""
         self._rendezvous = rendezvous
         self._open_store = open_store
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._process_group: Any = None
         self._wake = threading.Event()
         self._is_closed = False
@@ -128,12 +128,12 @@ class Group:
             return buffers
 
     def abort(self) -> None:
-        """Close the group. A call that blocks in it ends; called by the trainer, also those of members that wait to join."""
+        """Close the group. A call that blocks in it ends; by the trainer, also those of members that wait to join."""
         self._is_closed = True
         self._wake.set()
         if self._rendezvous.rank == TRAINER_RANK and self._store is not None and self._process_group is None:
             # A clone, because the connection itself is taken by the call that waits for the verdict.
-            self._keys(self._store.clone()).compare_set("verdict", "", _CALLED_OFF)
+            self._keys(_clone(self._store)).compare_set("verdict", "", _CALLED_OFF)
         self._process_group = None
 
     def _join(self) -> None:
@@ -157,7 +157,7 @@ class Group:
         process_group, done = self._process_group, threading.Event()
         self._wake = done
         self._refuse_if_closed()
-        options = dist.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank = TRAINER_RANK
         work = process_group.broadcast([buffer], options)
         future = work.get_future()
@@ -172,14 +172,14 @@ class Group:
         if self._is_closed:
             raise UnavailableError(f"weights: the transfer of epoch {self.epoch} was called off")
 
-    def _keys(self, store: dist.TCPStore) -> dist.PrefixStore:
-        return dist.PrefixStore(f"nexrl/weights/{self.epoch}", store)
+    def _keys(self, store: TCPStore) -> PrefixStore:
+        return PrefixStore(f"nexrl/weights/{self.epoch}", store)
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # what torch.distributed raises for a peer that is gone or silent, stores included
+        except RuntimeError as error:  # torch.distributed's, for a peer or store that is gone or silent
             self._is_closed, self._process_group = True, None
             raise UnavailableError(f"weights: transfer of epoch {self.epoch}: {str(error).splitlines()[0]}") from error
         except BaseException:
@@ -187,16 +187,22 @@ class Group:
             raise
 
 
-def _gloo_group(store: dist.Store, rendezvous: Rendezvous, host: str, timeout: timedelta) -> Any:
+def _clone(store: TCPStore) -> TCPStore:
+    """Another connection to the same store."""
+    clone: TCPStore = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    return clone
+
+
+def _gloo_group(store: PrefixStore, rendezvous: Rendezvous, host: str, timeout: timedelta) -> Any:
     # Constructed, not initialised: neither trainer nor engine may find its own default group changed.
-    options = dist.ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    return dist.ProcessGroupGloo(store, rendezvous.rank, rendezvous.world_size, options)
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    return ProcessGroupGloo(store, rendezvous.rank, rendezvous.world_size, options)
 
 
 def _abandon(process_group: Any, work: Any) -> None:
-    """Keep a broadcast that was given up until it ends by itself: Gloo cannot cancel it, and freeing the group would wait."""
+    """Keep a broadcast that was given up until it ends: Gloo cannot cancel it, and to free the group would wait."""
 
     def outlive() -> None:
         try:
@@ -207,13 +213,13 @@ def _abandon(process_group: Any, work: Any) -> None:
     threading.Thread(target=outlive, name="abandoned-broadcast", daemon=True).start()
 
 
-def _listening_store(host: str) -> dist.TCPStore:
+def _listening_store(host: str) -> TCPStore:
     try:
         listener = socket.create_server((host, 0), backlog=_BACKLOG)
     except OSError as error:
         raise FailedPreconditionError(f"weights: cannot listen at {host}: {error.strerror or error}") from None
     port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         is_master=True,
@@ -223,7 +229,7 @@ def _listening_store(host: str) -> dist.TCPStore:
     )
 
 
-def _reached_store(rendezvous: Rendezvous) -> tuple[dist.TCPStore, str]:
+def _reached_store(rendezvous: Rendezvous) -> tuple[TCPStore, str]:
     """A connection to the trainer's store, and this machine's address on the way there."""
     try:
         # Tried by hand first: the store's own client goes on trying a refused port until its timeout.
@@ -232,5 +238,5 @@ def _reached_store(rendezvous: Rendezvous) -> tuple[dist.TCPStore, str]:
     except OSError as error:
         raise UnavailableError(f"weights: no trainer at {rendezvous.host}:{rendezvous.port}: {error}") from None
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
-    store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
     return store, local_host

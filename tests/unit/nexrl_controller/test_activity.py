@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from nexrl_controller.activity import MAX_MODULES, Activity, Module, Work
 
 from nexrl.errors import ResourceExhaustedError
+from nexrl_controller.activity import MAX_MODULES, Activity, Module, Work
 from tests.support.controller import Clock
 
 ROLLOUT = Module("rollout-0", role="rollout")

@@ -3,8 +3,8 @@
 from dataclasses import fields
 
 import pytest
-from nexrl_controller.error_log import ErrorLog, ErrorReport, Severity
 
+from nexrl_controller.error_log import ErrorLog, ErrorReport, Severity
 from tests.support.controller import Clock
 
 

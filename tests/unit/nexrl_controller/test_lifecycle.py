@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from nexrl_controller.error_log import Severity
 from nexrl_controller.events import (
     ComponentAlive,
@@ -20,7 +21,6 @@ from nexrl_controller.events import (
 )
 from nexrl_controller.lifecycle import advance
 from nexrl_controller.state import IllegalTransitionError, Phase, Rules, State, Verdict
-
 from tests.support.controller import new_state, rules
 
 START = Started(is_suspended=False)

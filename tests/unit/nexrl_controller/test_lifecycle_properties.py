@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from nexrl_controller.error_log import Severity
 from nexrl_controller.events import (
     ComponentAlive,
@@ -19,7 +20,6 @@ from nexrl_controller.events import (
 )
 from nexrl_controller.lifecycle import advance
 from nexrl_controller.state import LEGAL, TERMINAL, IllegalTransitionError, Phase
-
 from tests.support.controller import new_state, rules
 
 STEPS = st.integers(0, 5)

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from nexrl_controller.logging_backends import JsonlBackend, PrometheusBackend, open_backends
 from prometheus_client import REGISTRY
 
 from nexrl.errors import InvalidArgumentError
+from nexrl_controller.logging_backends import JsonlBackend, PrometheusBackend, open_backends
 from tests.support.controller import experiment
 
 

@@ -1,0 +1,199 @@
+"""The workers that come with the project, each over a fake engine behind gRPC."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from nexrl.environment import Endpoint, Outcome, Task
+from nexrl.errors import InvalidArgumentError
+from nexrl.models import build_tokenizer
+from nexrl.policy import Policy
+from nexrl.rewards import exact_match, math_answer
+from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
+from nexrl.v1.trajectory_pb2 import (
+    VERDICT_ENV_ERROR,
+    VERDICT_OK,
+    VERDICT_REWARD_ERROR,
+    VERDICT_TIMEOUT,
+    VERDICT_TRUNCATED,
+    SampleResult,
+    TaskLease,
+    Verdict,
+)
+from nexrl_rollout.agent import AgentWorker
+from nexrl_rollout.environments.number_guess import number_guess
+from nexrl_rollout.gateway import Gateway
+from nexrl_rollout.mock import MockWorker
+from nexrl_rollout.single_turn import SingleTurnWorker
+from nexrl_rollout.text import TextCodec
+from tests.support.rollout import FakeEngine, completion, experiment, policy_over, task_lease
+from tests.support.tokenizers import chat_tokenizer
+
+SCRATCH = TextCodec(build_tokenizer(experiment().spec.model))
+CHAT = TextCodec(chat_tokenizer(), chat=True, system_prompt="be brief")
+EOS = 2
+
+
+def says(*texts: str, codec: TextCodec = SCRATCH, end: int = EOS) -> FakeEngine:
+    """An engine whose k-th completion is the k-th text, repeating."""
+    count = 0
+
+    def reply(request: GenerateRequest, index: int) -> GeneratedCompletion:
+        nonlocal count
+        tokens = [*codec.encode(texts[count % len(texts)]), end][: request.max_new_tokens]
+        count += 1
+        return completion(tokens, "stop" if tokens[-1] == end else "length")
+
+    return FakeEngine(reply)
+
+
+@pytest.mark.guide("G9", "G16")
+async def test_simple_samples_a_whole_group_in_one_call_and_scores_each() -> None:
+    engine = says("21", "12")
+    async with policy_over(engine) as policy:
+        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple", temperature=0.3))
+        results = await worker.rollout(task_lease(0, 4, prompt="12", answer="21"))
+    (request,) = engine.requests
+    assert (request.n, request.max_new_tokens, request.temperature) == (4, 16, 1.0)  # the lease's temperature
+    assert list(request.prompt_token_ids) == SCRATCH.encode_prompt("12")
+    assert [result.trajectories[0].reward for result in results] == [1.0, 0.0, 1.0, 0.0]
+    assert [result.sample_id for result in results] == ["0.0", "0.1", "0.2", "0.3"]
+    trajectory = results[0].trajectories[0]
+    assert list(trajectory.token_ids) == [*SCRATCH.encode_prompt("12"), *SCRATCH.encode("21"), EOS]
+    assert (trajectory.prompt, trajectory.response, trajectory.finish_reason) == ("12", "21", "stop")
+    assert trajectory.metadata["task_id"] == "train-0"
+
+
+async def test_completion_cut_by_the_limit_is_truncated_and_still_scored() -> None:
+    async with policy_over(says("2121212121")) as policy:
+        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple", maxNewTokens=3))
+        (result,) = await worker.rollout(task_lease(0, 1))
+    assert result.verdict == VERDICT_TRUNCATED
+    assert result.trajectories[0].reward == 0.0
+
+
+async def test_reward_that_fails_fails_its_own_sample_only() -> None:
+    def fails_on_zero(task: Mapping[str, object], text: str, is_finished: bool) -> float:
+        return 1 / int(text)
+
+    async with policy_over(says("1", "0")) as policy:
+        worker = SingleTurnWorker(policy, SCRATCH, fails_on_zero, experiment(type="simple"))
+        results = await worker.rollout(task_lease(0, 2))
+    assert [result.verdict for result in results] == [VERDICT_OK, VERDICT_REWARD_ERROR]
+    assert not results[1].trajectories
+    assert "ZeroDivisionError" in results[1].error
+
+
+@pytest.mark.parametrize("item", ["{}", '{"prompt": ""}', '{"prompt": 3}', "[]", "{"])
+@pytest.mark.guide("G16", "R3")
+async def test_task_without_a_prompt_is_an_error_and_asks_no_engine(item: str) -> None:
+    engine = says("1")
+    lease = task_lease(0, 1)
+    lease.task.item_json = item
+    async with policy_over(engine) as policy:
+        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple"))
+        with pytest.raises(InvalidArgumentError, match="train-0"):
+            await worker.rollout(lease)
+    assert not engine.requests
+
+
+async def test_grouping_keys_of_the_pool_travel_as_metadata() -> None:
+    lease = task_lease(0, 1)
+    lease.task.item_json = json.dumps({"prompt": "12", "answer": "21", "metadata": {"level": 3, "other": 1}})
+    document = experiment(type="simple").model_dump(by_alias=True, exclude_none=True, mode="json")
+    document["spec"]["trajectoryPool"]["keyList"] = ["level", "task_id"]
+    keyed = type(experiment()).model_validate_json(json.dumps(document))
+    async with policy_over(says("21")) as policy:
+        (result,) = await SingleTurnWorker(policy, SCRATCH, exact_match, keyed).rollout(lease)
+    assert dict(result.trajectories[0].metadata) == {"task_id": "train-0", "level": "3"}
+
+
+async def test_math_goes_through_the_chat_template_and_grades_the_last_number() -> None:
+    end = CHAT.encode("<|im_end|>")[0]
+    engine = says("it is 21", codec=CHAT, end=end)
+    async with policy_over(engine) as policy:
+        worker = SingleTurnWorker(policy, CHAT, math_answer, experiment(type="single_turn_math", chat=True))
+        (result,) = await worker.rollout(task_lease(0, 1, prompt="12+9", answer="21"))
+    assert list(engine.requests[0].prompt_token_ids) == CHAT.encode(
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n12+9<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert result.trajectories[0].reward == 1.0
+
+
+async def test_mock_needs_no_engine_and_is_decided_by_the_sample() -> None:
+    async with policy_over() if False else policy_over(FakeEngine()) as policy:
+        worker = MockWorker(policy, SCRATCH, experiment(type="mock"))
+        first, second = await worker.rollout(task_lease(0, 3)), await worker.rollout(task_lease(0, 3))
+    assert list(first) == list(second)
+    for result in first:
+        (trajectory,) = result.trajectories
+        assert len(trajectory.token_ids) == len(trajectory.loss_mask) == len(trajectory.logprobs)
+        assert trajectory.spans[0].policy_version == 0
+
+
+class Scripted:
+    """An environment that ends as it is told."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
+        return self._outcome
+
+
+async def run_agent(policy: Policy, environment: Any, lease: TaskLease, codec: TextCodec = SCRATCH) -> SampleResult:
+    gateway = Gateway(policy, codec, model="default", max_context_tokens=256, timeout_seconds=30)
+    await gateway.listen("127.0.0.1", 0)
+    try:
+        worker = AgentWorker(gateway, environment, experiment(type="agent", environment="a:b"))
+        (result,) = await worker.rollout(lease)
+    finally:
+        await gateway.close()
+    return result
+
+
+@pytest.mark.guide("G17", "G18")
+async def test_agent_plays_a_game_of_several_turns_in_one_trajectory() -> None:
+    engine = says("4", "9", "7")
+    async with policy_over(engine) as policy:
+        result = await run_agent(policy, number_guess(), task_lease(0, 1, prompt="guess", answer="7"))
+    assert result.verdict == VERDICT_OK
+    (trajectory,) = result.trajectories
+    assert trajectory.reward == pytest.approx(1 / 3)
+    assert trajectory.reward_components["guesses"] == 3
+    assert SCRATCH.decode([trajectory.token_ids]) == ["guess4higher9lower7"]
+    masks = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    assert [token for token, mask in masks if mask] == [*SCRATCH.encode("4"), EOS, *SCRATCH.encode("9"), EOS, *SCRATCH.encode("7"), EOS]
+
+
+async def test_game_beyond_its_turns_is_truncated() -> None:
+    async with policy_over(says("1")) as policy:
+        result = await run_agent(policy, number_guess(), task_lease(0, 1, prompt="guess", answer="7"))
+    assert result.verdict == VERDICT_TRUNCATED
+    assert result.trajectories[0].reward == 0.0
+
+
+async def test_game_that_fills_the_context_is_truncated() -> None:
+    async with policy_over(says("1")) as policy:
+        with pytest.raises(RuntimeError, match="503|400|500"):
+            await run_agent(policy, number_guess(), task_lease(0, 1, prompt="g" * 300, answer="x7".strip("x")))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict"),
+    [
+        (Outcome("env_error", error="tool down"), VERDICT_ENV_ERROR),
+        (Outcome("reward_error", error="no grade"), VERDICT_REWARD_ERROR),
+        (Outcome("timeout", error="slow"), VERDICT_TIMEOUT),
+        (Outcome("ok", 1.0), VERDICT_ENV_ERROR),  # without a single completion there is nothing to train
+    ],
+    ids=lambda value: value.status if isinstance(value, Outcome) else "",
+)
+async def test_outcome_without_a_measurement_has_no_trajectory(outcome: Outcome, verdict: Verdict.ValueType) -> None:
+    async with policy_over(FakeEngine()) as policy:
+        result = await run_agent(policy, Scripted(outcome), task_lease(0, 1))
+    assert result.verdict == verdict
+    assert not result.trajectories
+    assert result.error
