@@ -26,8 +26,9 @@ setup: $(INSTALLED) ## Make .venv with everything in it; again when pyproject.to
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; install one, or name it: make setup PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@echo "installing into .venv; minutes the first time"
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
 
 .PHONY: constraints
 constraints: ## Renew constraints.txt from what is installed in .venv
@@ -99,8 +100,8 @@ bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Samples per second of the whole loo
 
 $(TRL_INSTALLED): benchmarks/trl-constraints.txt
 	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< torch trl
-	touch $@
+	.venv-trl/bin/python -m pip install -qq --disable-pip-version-check --constraint $< torch trl
+	@touch $@
 
 .PHONY: clean
 clean: ## Remove what these targets made, but not runs/

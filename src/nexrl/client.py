@@ -7,11 +7,14 @@ async with open_rollout_client("pool:50051", "weight-sync:50051", worker_id="min
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 
+from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Policy
 from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.v1 import data_loader_service_pb2 as data_loader
@@ -29,6 +32,20 @@ LEASE_WAIT_SECONDS = 20.0
 CALL_SECONDS = 60.0
 
 
+@dataclass
+class _Put:
+    results: Sequence[SampleResult]
+    outcomes: "asyncio.Future[list[PutOutcome.ValueType]]"
+
+    def succeed(self, outcomes: list[PutOutcome.ValueType]) -> None:
+        if not self.outcomes.done():  # it is done when its waiter was cancelled
+            self.outcomes.set_result(outcomes)
+
+    def fail(self, error: NexrlError) -> None:
+        if not self.outcomes.done():
+            self.outcomes.set_exception(error)
+
+
 class RolloutClient:
     """The pool as a rollout worker sees it, and the policy. Every call is repeated while the pool is away, for
     CALL_SECONDS."""
@@ -40,6 +57,8 @@ class RolloutClient:
         self._data_loader = DataLoaderServiceStub(pool)
         self._pool = TrajectoryPoolServiceStub(pool)
         self._validator = ValidatorServiceStub(pool)
+        self._puts: defaultdict[Purpose.ValueType, list[_Put]] = defaultdict(list)
+        self._putting: dict[Purpose.ValueType, asyncio.Task[None]] = {}
 
     async def lease(
         self, max_samples: int, *, wait_seconds: float = LEASE_WAIT_SECONDS, request_id: str | None = None
@@ -85,7 +104,43 @@ class RolloutClient:
         return (await call(self._data_loader.ReturnSamples, request, timeout_seconds=CALL_SECONDS)).returned
 
     async def put(self, purpose: Purpose.ValueType, results: Sequence[SampleResult]) -> list[PutOutcome.ValueType]:
-        """Store what became of samples, where their purpose wants it; gives what was done with each, in this order."""
+        """Store what became of samples, where their purpose wants it; gives what was done with each, in this order.
+
+        Puts that come while another is under way go together in the next call: groups tend to end at the same time.
+        """
+        put = _Put(results, asyncio.get_running_loop().create_future())
+        self._puts[purpose].append(put)
+        if purpose not in self._putting:
+            self._putting[purpose] = asyncio.create_task(self._put_all(purpose))
+        return await put.outcomes
+
+    async def _put_all(self, purpose: Purpose.ValueType) -> None:
+        while puts := self._puts.pop(purpose, []):
+            try:
+                outcomes = await self._put_in_parts(purpose, [result for put in puts for result in put.results])
+            except NexrlError as error:
+                if len(puts) > 1 and isinstance(error, InvalidArgumentError):
+                    await self._put_one_by_one(purpose, puts)
+                    continue
+                for put in puts:
+                    put.fail(error)
+            else:
+                for put in puts:
+                    put.succeed(outcomes[: len(put.results)])
+                    outcomes = outcomes[len(put.results) :]
+        del self._putting[purpose]
+
+    async def _put_one_by_one(self, purpose: Purpose.ValueType, puts: Sequence["_Put"]) -> None:
+        """The pool refuses a call whole: whoever is to blame must not take the others along."""
+        for put in puts:
+            try:
+                put.succeed(await self._put_in_parts(purpose, put.results))
+            except NexrlError as error:
+                put.fail(error)
+
+    async def _put_in_parts(
+        self, purpose: Purpose.ValueType, results: Sequence[SampleResult]
+    ) -> list[PutOutcome.ValueType]:
         outcomes: list[PutOutcome.ValueType] = []
         for part in _parts(results):
             outcomes += await self._put(purpose, part)

@@ -1,4 +1,4 @@
-"""Contract fakes for rollout tests: an engine, weight sync and the pool, as servicers of the protos on real gRPC servers."""
+"""Contract fakes for rollout tests: an engine, weight sync and the pool behind real gRPC servers."""
 
 import asyncio
 import json
@@ -6,13 +6,14 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 
 from nexrl.errors import NexrlError
 from nexrl.policy import Policy
-from nexrl.rpc.client import connect
+from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.spec.experiment import Experiment
 from nexrl.v1 import data_loader_service_pb2 as data_loader
@@ -20,8 +21,8 @@ from nexrl.v1 import inference_service_pb2 as inference
 from nexrl.v1 import trajectory_pool_service_pb2 as pool
 from nexrl.v1 import validator_service_pb2 as validator
 from nexrl.v1 import weight_sync_service_pb2 as weight_sync
-from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceServicer, add_DataLoaderServiceServicer_to_server
-from nexrl.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from nexrl.v1.data_loader_service_pb2_grpc import add_DataLoaderServiceServicer_to_server
+from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from nexrl.v1.policy_pb2 import Replica
 from nexrl.v1.trajectory_pb2 import (
     PURPOSE_TRAINING,
@@ -34,11 +35,10 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
 )
 from nexrl.v1.trajectory_pool_service_pb2_grpc import (
-    TrajectoryPoolServiceServicer,
     add_TrajectoryPoolServiceServicer_to_server,
 )
-from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceServicer, add_ValidatorServiceServicer_to_server
-from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceServicer, add_WeightSyncServiceServicer_to_server
+from nexrl.v1.validator_service_pb2_grpc import add_ValidatorServiceServicer_to_server
+from nexrl.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_to_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Reply = Callable[[inference.GenerateRequest, int], inference.GeneratedCompletion]
@@ -62,10 +62,36 @@ def echo(request: inference.GenerateRequest, index: int) -> inference.GeneratedC
     return completion(tokens, "length" if len(tokens) == request.max_new_tokens else "stop")
 
 
-class FakeEngine(InferenceServiceServicer):
+class Fake:
+    """RPCs that a fake does not have answer UNIMPLEMENTED; what it has been asked can be waited for."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+
+    def __getattr__(self, name: str) -> Any:
+        if not name[0].isupper():
+            raise AttributeError(name)
+
+        async def refuse(request: object, context: Context) -> None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, name)
+
+        return refuse
+
+    async def wait_for(self, is_met: Callable[[], bool]) -> None:
+        """Wait until the condition holds after some call."""
+        async with self._changed:
+            await self._changed.wait_for(is_met)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class FakeEngine(Fake):
     """Answers as `reply` says; raises `errors` first, one for each request; waits while `is_open` is clear."""
 
     def __init__(self, reply: Reply = echo, errors: Sequence[Exception] = ()) -> None:
+        super().__init__()
         self.reply = reply
         self.errors = list(errors)
         self.requests: list[inference.GenerateRequest] = []
@@ -76,10 +102,12 @@ class FakeEngine(InferenceServiceServicer):
 
     async def Generate(self, request: inference.GenerateRequest, context: Context) -> inference.GenerateResponse:
         self.requests.append(request)
+        await self._notify()
         try:
             await self.is_open.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
+            await self._notify()
             raise
         if self.errors:
             raise self.errors.pop(0)
@@ -88,17 +116,16 @@ class FakeEngine(InferenceServiceServicer):
         return inference.GenerateResponse(completions=completions)
 
 
-class FakeWeightSync(WeightSyncServiceServicer):
+class FakeWeightSync(Fake):
     """Tells the replicas it was given, and again whenever `set` is called."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._state = weight_sync.WatchReplicasResponse(committed_version=-1)
-        self._changed = asyncio.Condition()
 
     async def set(self, *replicas: Replica, committed_version: int = 0) -> None:
         self._state = weight_sync.WatchReplicasResponse(replicas=replicas, committed_version=committed_version)
-        async with self._changed:
-            self._changed.notify_all()
+        await self._notify()
 
     async def WatchReplicas(
         self, request: weight_sync.WatchReplicasRequest, context: Context
@@ -106,14 +133,14 @@ class FakeWeightSync(WeightSyncServiceServicer):
         while True:
             state = self._state
             yield state
-            async with self._changed:
-                await self._changed.wait_for(lambda before=state: self._state is not before)
+            await self.wait_for(partial(lambda before: self._state is not before, state))
 
 
-class FakePool(DataLoaderServiceServicer, TrajectoryPoolServiceServicer, ValidatorServiceServicer):
+class FakePool(Fake):
     """Grants the leases it is given, in order, and remembers everything."""
 
     def __init__(self, leases: Sequence[TaskLease] = ()) -> None:
+        super().__init__()
         self.waiting = list(leases)
         self.granted: list[str] = []
         self.results: dict[Purpose.ValueType, list[SampleResult]] = defaultdict(list)
@@ -125,7 +152,6 @@ class FakePool(DataLoaderServiceServicer, TrajectoryPoolServiceServicer, Validat
         self.put_errors: list[NexrlError] = []
         self.is_over = False
         self._answers: dict[str, data_loader.LeaseTasksResponse] = {}
-        self._changed = asyncio.Condition()
 
     @property
     def in_flight(self) -> int:
@@ -135,11 +161,6 @@ class FakePool(DataLoaderServiceServicer, TrajectoryPoolServiceServicer, Validat
     async def add(self, *leases: TaskLease) -> None:
         self.waiting += leases
         await self._notify()
-
-    async def wait_for(self, is_met: Callable[["FakePool"], bool]) -> None:
-        """Wait until the condition holds after some call."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: is_met(self))
 
     async def LeaseTasks(
         self, request: data_loader.LeaseTasksRequest, context: Context
@@ -191,7 +212,9 @@ class FakePool(DataLoaderServiceServicer, TrajectoryPoolServiceServicer, Validat
     async def PutValidationSamples(
         self, request: validator.PutValidationSamplesRequest, context: Context
     ) -> validator.PutValidationSamplesResponse:
-        return validator.PutValidationSamplesResponse(outcomes=await self._put(Purpose.PURPOSE_VALIDATION, request.results))
+        return validator.PutValidationSamplesResponse(
+            outcomes=await self._put(Purpose.PURPOSE_VALIDATION, request.results)
+        )
 
     async def _put(self, purpose: Purpose.ValueType, results: Sequence[SampleResult]) -> list[Any]:
         if self.put_errors:
@@ -201,10 +224,6 @@ class FakePool(DataLoaderServiceServicer, TrajectoryPoolServiceServicer, Validat
         self.results[purpose] += kept
         await self._notify()
         return [PUT_OUTCOME_FENCED if result.sample_id in self.lost else PUT_OUTCOME_ACCEPTED for result in results]
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
 
 def task_lease(
@@ -228,13 +247,13 @@ def replica(name: str, address: str, ready: bool = True) -> Replica:
 
 
 @asynccontextmanager
-async def serving(*servicers: object) -> AsyncIterator[str]:
+async def serving(*servicers: Fake) -> AsyncIterator[str]:
     """Serves all that each servicer implements; gives host:port."""
-    server = grpc.aio.server(interceptors=[EdgeInterceptor()])
+    limit = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)
+    server = grpc.aio.server(interceptors=[EdgeInterceptor()], options=[limit])
     for servicer in servicers:
-        for kind, register in _REGISTRATION.items():
-            if isinstance(servicer, kind):
-                register(servicer, server)
+        for register in _REGISTRATION[type(servicer)]:
+            register(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -291,11 +310,12 @@ def experiment(**rollout: Any) -> Experiment:
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-=.?"
 
-_REGISTRATION: dict[type, Callable[[Any, Any], None]] = {
-    InferenceServiceServicer: add_InferenceServiceServicer_to_server,
-    WeightSyncServiceServicer: add_WeightSyncServiceServicer_to_server,
-    DataLoaderServiceServicer: add_DataLoaderServiceServicer_to_server,
-    TrajectoryPoolServiceServicer: add_TrajectoryPoolServiceServicer_to_server,
-    ValidatorServiceServicer: add_ValidatorServiceServicer_to_server,
+_REGISTRATION: dict[type[Fake], Sequence[Callable[[Any, Any], None]]] = {
+    FakeEngine: [add_InferenceServiceServicer_to_server],
+    FakeWeightSync: [add_WeightSyncServiceServicer_to_server],
+    FakePool: [
+        add_DataLoaderServiceServicer_to_server,
+        add_TrajectoryPoolServiceServicer_to_server,
+        add_ValidatorServiceServicer_to_server,
+    ],
 }
-

@@ -63,7 +63,7 @@ class RolloutLimits:
     max_in_flight: int
     """Samples produced at the same time."""
     group_size: int
-    """Samples asked for in one lease, so that they share one call of the policy."""
+    """Samples that share one call of the policy: room for fewer is not worth a lease."""
     lease_seconds: float
     """Renewed three times in this time."""
     timeout_seconds: float
@@ -118,7 +118,7 @@ class RolloutLoop:
         return list(_units(response, self._worker.samples_together))
 
     def _samples_wanted(self) -> int:
-        return min(self._limits.group_size, self._limits.max_in_flight - self._samples_held())
+        return self._limits.max_in_flight - self._samples_held()
 
     def _samples_held(self) -> int:
         return sum(len(lease.samples) for lease in self._held.values())

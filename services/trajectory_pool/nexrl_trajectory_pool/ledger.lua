@@ -76,6 +76,48 @@ local function drop(group, k, from, reason)
   settle(group, 1)
 end
 
+-- what may be granted and what may be batched -----------------------------------------------------------------------
+
+local function credit()
+  if a.unlimited then return math.huge end
+  local used = count("granted") - count("refunded") + count("start_steps") * a.batch_size
+  return math.max(0, (a.staleness + math.max(count("version"), 0) + 1) * a.batch_size - used)
+end
+
+local function data_left()
+  return redis.call("LLEN", key("items")) > 0 or a.positions < 0 or count("cursor") < a.positions
+end
+
+local function exhausted()
+  return not data_left() and count("open") == 0 and count("leased") == 0
+end
+
+local function batch_credit()
+  local idle = count("open") == 0 and count("leased") == 0 and (count("grouping") == 0 or not a.scoped)
+  local ready = count("ready_credit")
+  if ready == 0 then return 0 end
+  if idle and not data_left() then return math.min(ready, a.batch_size) end -- the last, smaller batch
+  if a.needs_idle and not (idle and credit() < (a.scoped and a.samples_per_task or 1)) then return 0 end
+  if a.needs_size and ready < a.batch_size then return 0 end
+  return a.needs_size and a.batch_size or ready
+end
+
+local function refund(samples)
+  if samples == 0 then return end
+  add("refunded", samples)
+  wake("tasks")
+end
+
+-- Wakes those who wait, and nobody in vain: a wake-up costs every waiter a look.
+local function tell_progress()
+  if batch_credit() > 0 then wake("batch") end
+  if exhausted() then
+    wake("tasks")
+    wake("batch")
+    wake("train")
+  end
+end
+
 -- groups ----------------------------------------------------------------------------------------------------------
 
 -- `credit` is what a batch pays for the group: the size it was granted with, so that a group that lost samples
@@ -91,7 +133,6 @@ local function release(leaf, samples, credit)
   add("grouping", -#samples)
   add("ready", #samples)
   add("ready_credit", credit)
-  wake("batch")
 end
 
 local function close_leaf(group, leaf, samples)
@@ -115,7 +156,7 @@ local function close_group(group)
     if #samples > 0 then close_leaf(group, leaf, samples) end
   end
   local credited = tonumber(redis.call("HGET", key("g:" .. group), "credited") or 0)
-  add("refunded", math.max(0, tonumber(g[1]) - credited))
+  refund(math.max(0, tonumber(g[1]) - credited))
 end
 
 -- A sample has reached its end (produced or dropped); the last one of a group closes it.
@@ -127,11 +168,11 @@ local function end_sample(group)
   if a.scoped then
     close_group(group)
   else
-    add("refunded", tonumber(redis.call("HGET", g, "lost") or 0))
+    refund(tonumber(redis.call("HGET", g, "lost") or 0))
   end
   settle(group, 1)
-  wake("tasks")
-  wake("ended")
+  if a.unlimited then wake("ended") end
+  tell_progress()
 end
 
 local function lose_sample(group, k, r, verdict)
@@ -170,20 +211,6 @@ local function expire()
 end
 
 -- tasks -----------------------------------------------------------------------------------------------------------
-
-local function credit()
-  if a.unlimited then return math.huge end
-  local used = count("granted") - count("refunded") + count("start_steps") * a.batch_size
-  return math.max(0, (a.staleness + math.max(count("version"), 0) + 1) * a.batch_size - used)
-end
-
-local function data_left()
-  return redis.call("LLEN", key("items")) > 0 or a.positions < 0 or count("cursor") < a.positions
-end
-
-local function exhausted()
-  return not data_left() and count("open") == 0 and count("leased") == 0
-end
 
 local function issue(size)
   local group = tostring(add("next_group", 1) - 1)
@@ -366,8 +393,7 @@ local function drop_stale(entry)
     drop(group, k, "ready", "stale")
   end
   add("ready_credit", -entry.credit)
-  add("refunded", entry.credit)
-  wake("tasks")
+  refund(entry.credit)
 end
 
 -- Batch b is trained by step b, so how stale a group will be is known here, before anyone computes on it.
@@ -380,16 +406,6 @@ local function drop_stale_groups(batch)
       drop_stale(entry)
     end
   end
-end
-
-local function batch_credit()
-  local idle = count("open") == 0 and count("leased") == 0 and (count("grouping") == 0 or not a.scoped)
-  local ready = count("ready_credit")
-  if ready == 0 then return 0 end
-  if idle and not data_left() then return math.min(ready, a.batch_size) end -- the last, smaller batch
-  if a.needs_idle and not (idle and credit() < (a.scoped and a.samples_per_task or 1)) then return 0 end
-  if a.needs_size and ready < a.batch_size then return 0 end
-  return a.needs_size and a.batch_size or ready
 end
 
 local function form_batch()

@@ -5,6 +5,7 @@ or dropped(reason). Each method is one atomic move; a repeated `request_id` gets
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -178,8 +179,9 @@ class Ledger:
         answer = await self._move("lease_batch", request_id, lease_seconds=lease_seconds, **size)
         if "batch" not in answer:
             return None, answer["exhausted"]
-        groups = [(g["name"], await self._payloads(g["samples"])) for g in answer["groups"]]
-        return GrantedBatch(answer["batch"], answer["attempt"], tuple(groups), answer["cursor"]), False
+        payloads = await self._payloads([sample for g in answer["groups"] for sample in g["samples"]])
+        groups = tuple((g["name"], tuple(payloads[sample] for sample in g["samples"])) for g in answer["groups"])
+        return GrantedBatch(answer["batch"], answer["attempt"], groups, answer["cursor"]), False
 
     async def return_batch(self, request_id: str, batch: int, attempt: int) -> None:
         """Give a leased batch back. Raises LeaseLostError when the lease is not held."""
@@ -250,12 +252,16 @@ class Ledger:
             pipeline.hvals(f"{self._prefix}t:{group}")
         return [payload for values in await pipeline.execute() for payload in values]
 
-    async def _payloads(self, sample_ids: Sequence[str]) -> tuple[bytes, ...]:
-        pipeline = self._redis.pipeline(transaction=False)
+    async def _payloads(self, sample_ids: Sequence[str]) -> dict[str, bytes]:
+        by_group: defaultdict[str, list[str]] = defaultdict(list)
         for sample_id in sample_ids:
             group, _, k = sample_id.partition(".")
-            pipeline.hget(f"{self._prefix}t:{group}", k)
-        return tuple(await pipeline.execute())
+            by_group[group].append(k)
+        pipeline = self._redis.pipeline(transaction=False)
+        for group, ks in by_group.items():
+            pipeline.hmget(f"{self._prefix}t:{group}", ks)
+        found = zip(by_group.items(), await pipeline.execute(), strict=True)
+        return {f"{group}.{k}": payload for (group, ks), values in found for k, payload in zip(ks, values, strict=True)}
 
     async def _move(self, name: str, request_id: str = "", *payloads: bytes, **arguments: Any) -> dict[str, Any]:
         now = "" if self._clock is None else repr(self._clock())

@@ -77,11 +77,11 @@ class Pool:
         seconds = lease_seconds or self.spec.rollout.lease_seconds
 
         async def attempt() -> tuple[LeasedTasks, bool]:
-            if await self.validating() is not None:
-                grant = await self.validation.lease_tasks(request_id, max_samples, seconds)
-                return self._with_items(grant, is_validation=True), bool(grant.tasks)
             grant = await self.training.lease_tasks(request_id, max_samples, seconds)
-            return self._with_items(grant, is_validation=False), bool(grant.tasks) or grant.exhausted
+            if grant.waiting_on != "validation":
+                return self._with_items(grant, is_validation=False), bool(grant.tasks) or grant.exhausted
+            grant = await self.validation.lease_tasks(request_id, max_samples, seconds)
+            return self._with_items(replace(grant, exhausted=False), is_validation=True), bool(grant.tasks)
 
         return await self.wakeups.until("tasks", attempt, wait_seconds)
 

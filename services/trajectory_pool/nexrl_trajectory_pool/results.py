@@ -61,7 +61,7 @@ def _trajectory_violations(path: str, trajectory: pb.Trajectory) -> list[Violati
         length = len(getattr(trajectory, name))
         if length != tokens:
             violations.append(Violation(f"{path}.{name}", f"length {length}; token_ids has {tokens}"))
-    if not all(map(math.isfinite, trajectory.logprobs)):
+    if not math.isfinite(sum(trajectory.logprobs)):
         violations.append(Violation(f"{path}.logprobs", "not finite"))
     if not math.isfinite(trajectory.reward):
         violations.append(Violation(f"{path}.reward", f"{trajectory.reward}; a finite number is needed"))

@@ -102,7 +102,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class State:
-    """What must outlive the process. `held_version`: the version held for validation, or -1."""
+    """What must outlive the process. `held_version`: the version held for validation, or -1.
+
+    What the replicas hold is left out: they may change it while this process is away, so they are asked again.
+    """
 
     committed: Weights = Weights()
     epoch: int = 0
@@ -150,7 +153,7 @@ class Coordinator:
     @property
     def state(self) -> State:
         """What must be stored."""
-        replicas = tuple(member.replica for member in self.members)
+        replicas = tuple(replace(member.replica, holds=Weights()) for member in self.members)
         return State(self._committed, self._group.epoch, self._held_version, replicas)
 
     @property

@@ -1,7 +1,6 @@
 """Weight sync's state in Redis: one hash in the slot of the experiment's model tag."""
 
 import json
-from dataclasses import asdict
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -39,12 +38,15 @@ class WeightSyncStore:
             committed=Weights(int(fields[b"committed_version"]), fields[b"digest"].decode()),
             epoch=int(fields[b"epoch"]),
             held_version=int(fields.get(b"held_version", NO_VERSION)),
-            replicas=tuple(_replica(replica) for replica in json.loads(fields[b"replicas"])),
+            replicas=tuple(
+                Replica(replica_id, address, http_url, Weights())
+                for replica_id, address, http_url in json.loads(fields[b"replicas"])
+            ),
         )
 
     async def save(self, state: State) -> None:
         """Store `state`. Raises FailedPreconditionError when a newer one is stored, UnavailableError without Redis."""
-        replicas = json.dumps([asdict(replica) for replica in state.replicas])
+        replicas = json.dumps([[replica.replica_id, replica.address, replica.http_url] for replica in state.replicas])
         committed = state.committed
         arguments: list[str | int] = [
             committed.policy_version,
@@ -59,7 +61,3 @@ class WeightSyncStore:
             raise UnavailableError(f"weight sync's state could not be stored: {error}") from error
         if not is_saved:
             raise FailedPreconditionError("another weight-sync process serves this model tag; this one is out of date")
-
-
-def _replica(fields: dict[str, Any]) -> Replica:
-    return Replica(fields["replica_id"], fields["address"], fields["http_url"], Weights(**fields["holds"]))

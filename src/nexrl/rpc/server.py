@@ -113,6 +113,7 @@ class ServiceProcess:
         for closer in reversed(self._closers):
             await closer()
         self._metrics_server.shutdown()
+        self._metrics_server.server_close()
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

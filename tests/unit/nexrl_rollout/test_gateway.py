@@ -8,7 +8,7 @@ import aiohttp
 import openai
 import pytest
 
-from nexrl.errors import InvalidArgumentError, NexrlError
+from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.policy import Sampling
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl_rollout.gateway import Gateway
@@ -19,6 +19,7 @@ from tests.support.tokenizers import chat_tokenizer
 
 CODEC = TextCodec(chat_tokenizer())
 END = CODEC.encode("<|im_end|>")[0]
+GO: list[Any] = [{"role": "user", "content": "go"}]
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.5, top_p=0.9, top_k=7)
 
 
@@ -27,15 +28,21 @@ def spelled(text: str) -> FakeEngine:
 
     def reply(request: GenerateRequest, index: int) -> GeneratedCompletion:
         tokens = [*(CODEC.encode(character)[0] for character in text), END][: request.max_new_tokens]
-        return completion(tokens, "stop" if tokens[-1] == END else "length", [len(request.prompt_token_ids)] * len(tokens))
+        return completion(
+            tokens, "stop" if tokens[-1] == END else "length", [len(request.prompt_token_ids)] * len(tokens)
+        )
 
     return FakeEngine(reply)
 
 
 @asynccontextmanager
-async def gateway_over(engine: FakeEngine, max_context_tokens: int = 512) -> AsyncIterator[Gateway]:
+async def gateway_over(
+    engine: FakeEngine, max_context_tokens: int = 512, timeout_seconds: float = 30
+) -> AsyncIterator[Gateway]:
     async with policy_over(engine, max_retries=0) as policy:
-        gateway = Gateway(policy, CODEC, model="default", max_context_tokens=max_context_tokens, timeout_seconds=30)
+        gateway = Gateway(
+            policy, CODEC, model="default", max_context_tokens=max_context_tokens, timeout_seconds=timeout_seconds
+        )
         await gateway.listen("127.0.0.1", 0)
         try:
             yield gateway
@@ -44,25 +51,33 @@ async def gateway_over(engine: FakeEngine, max_context_tokens: int = 512) -> Asy
 
 
 @asynccontextmanager
-async def open_client(gateway: Gateway, session: Session) -> AsyncIterator[openai.AsyncOpenAI]:
-    endpoint = gateway.endpoint(session)
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
-        yield client
+async def chat(
+    engine: FakeEngine,
+    max_context_tokens: int = 512,
+    sampling: Sampling = SAMPLING,
+    timeout_seconds: float = 30,
+) -> AsyncIterator[tuple[Session, openai.AsyncOpenAI]]:
+    """A session, and a client of it."""
+    async with gateway_over(engine, max_context_tokens, timeout_seconds) as gateway:
+        with gateway.session(sampling) as session:
+            endpoint = gateway.endpoint(session)
+            async with openai.AsyncOpenAI(
+                base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+            ) as client:
+                yield session, client
 
 
 @pytest.mark.guide("F3", "G10", "G18")
 async def test_three_turns_of_an_openai_client_are_one_contiguous_trajectory() -> None:
     engine = spelled("ab12")
-    async with gateway_over(engine) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                messages: list[Any] = [{"role": "user", "content": "go"}]
-                for turn in range(3):
-                    answer = await client.chat.completions.create(model="any", messages=messages)
-                    assert answer.choices[0].message.content == "ab12"
-                    assert answer.choices[0].finish_reason == "stop"
-                    messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": f"turn {turn}"}]
-            (trajectory,) = session.trajectories(1.0, {}, {"task_id": "t"})
+    async with chat(engine) as (session, client):
+        messages: list[Any] = GO
+        for turn in range(3):
+            answer = await client.chat.completions.create(model="any", messages=messages)
+            assert answer.choices[0].message.content == "ab12"
+            assert answer.choices[0].finish_reason == "stop"
+            messages = [*messages, answer.choices[0].message.model_dump(), {"role": "user", "content": f"turn {turn}"}]
+        (trajectory,) = session.trajectories(1.0, {}, {"task_id": "t"})
 
     seen: list[int] = []
     for request, served in zip(engine.requests, engine.served, strict=True):
@@ -74,17 +89,17 @@ async def test_three_turns_of_an_openai_client_are_one_contiguous_trajectory() -
         for token, logprob, mask in zip(trajectory.token_ids, trajectory.logprobs, trajectory.loss_mask, strict=True)
         if mask
     ]
-    assert recorded == [pair for served in engine.served for pair in zip(served.token_ids, served.logprobs, strict=True)]
+    assert recorded == [
+        pair for served in engine.served for pair in zip(served.token_ids, served.logprobs, strict=True)
+    ]
     assert [span.policy_version for span in trajectory.spans] == [len(r.prompt_token_ids) for r in engine.requests]
     assert trajectory.response == "ab12\nab12\nab12"
 
 
 async def test_assistant_message_carries_its_tokens() -> None:
     engine = spelled("ab")
-    async with gateway_over(engine) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
+    async with chat(engine) as (_, client):
+        answer = await client.chat.completions.create(model="any", messages=GO)
     message = answer.choices[0].message.model_dump()
     assert message["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids)
     assert message["generation_token_ids"] == list(engine.served[0].token_ids)
@@ -94,32 +109,26 @@ async def test_assistant_message_carries_its_tokens() -> None:
 
 
 async def test_streamed_reply_is_the_same_reply() -> None:
-    async with gateway_over(spelled("ab")) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                stream = await client.chat.completions.create(
-                    model="any", messages=[{"role": "user", "content": "go"}], stream=True
-                )
-                chunks = [chunk.choices[0] async for chunk in stream]
-            assert len(session.trajectories(0.0, {}, {})) == 1
+    async with chat(spelled("ab")) as (session, client):
+        stream = await client.chat.completions.create(model="any", messages=GO, stream=True)
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert len(session.trajectories(0.0, {}, {})) == 1
     assert "".join(choice.delta.content or "" for choice in chunks) == "ab"
     assert chunks[-1].finish_reason == "stop"
 
 
 async def test_sampling_is_the_sessions_whatever_the_client_asks_for() -> None:
     engine = spelled("abab")
-    async with gateway_over(engine) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                for limit in (2, 1000):
-                    await client.chat.completions.create(
-                        model="any",
-                        messages=[{"role": "user", "content": "go"}],
-                        max_tokens=limit,
-                        temperature=2.0,
-                        top_p=0.1,
-                        seed=1,
-                    )
+    async with chat(engine) as (_, client):
+        for limit in (2, 1000):
+            await client.chat.completions.create(
+                model="any",
+                messages=GO,
+                max_tokens=limit,
+                temperature=2.0,
+                top_p=0.1,
+                seed=1,
+            )
     for request in engine.requests:
         assert (request.temperature, request.top_p, request.top_k, request.n) == (0.5, 0.9, 7, 1)
         assert not request.HasField("seed")
@@ -127,23 +136,17 @@ async def test_sampling_is_the_sessions_whatever_the_client_asks_for() -> None:
 
 
 async def test_full_context_is_refused_in_the_words_that_agents_look_for() -> None:
-    async with gateway_over(spelled("ab"), max_context_tokens=40) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                with pytest.raises(openai.BadRequestError, match="maximum context length is 40 tokens") as caught:
-                    await client.chat.completions.create(
-                        model="any", messages=[{"role": "user", "content": "long " * 20}]
-                    )
+    async with chat(spelled("ab"), max_context_tokens=40) as (_, client):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 40 tokens") as caught:
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "long " * 20}])
     assert caught.value.code == "context_length_exceeded"
 
 
 async def test_completion_is_limited_to_the_room_that_is_left() -> None:
     engine = spelled("abababababababab")
     prompt = len(CODEC.encode(CODEC.render([{"role": "user", "content": "go"}])))
-    async with gateway_over(engine, max_context_tokens=prompt + 3) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
+    async with chat(engine, max_context_tokens=prompt + 3) as (_, client):
+        answer = await client.chat.completions.create(model="any", messages=GO)
     assert engine.requests[0].max_new_tokens == 3
     assert answer.choices[0].finish_reason == "length"
 
@@ -191,28 +194,27 @@ async def test_wrong_request_is_refused_with_what_is_wrong(body: bytes, message:
 async def test_engine_error_is_an_openai_error(error: NexrlError, status: int) -> None:
     engine = spelled("ab")
     engine.errors = [error]
-    async with gateway_over(engine) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                with pytest.raises(openai.APIStatusError) as caught:
-                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
-            assert caught.value.status_code == status
-            assert not session.trajectories(0.0, {}, {})
+    async with chat(engine) as (session, client):
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="any", messages=GO)
+        assert caught.value.status_code == status
+        assert not session.trajectories(0.0, {}, {})
 
 
 async def test_tool_calls_are_parsed_and_their_results_extend_the_chain() -> None:
     written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     engine = spelled(written)
     tools: list[Any] = [{"type": "function", "function": {"name": "add"}}]
-    async with gateway_over(engine) as gateway:
-        with gateway.session(Sampling(max_new_tokens=200)) as session:
-            async with open_client(gateway, session) as client:
-                messages: list[Any] = [{"role": "user", "content": "go"}]
-                answer = await client.chat.completions.create(model="any", messages=messages, tools=tools)
-                (call,) = answer.choices[0].message.tool_calls or []
-                messages += [answer.choices[0].message.model_dump(), {"role": "tool", "content": "1", "tool_call_id": call.id}]
-                await client.chat.completions.create(model="any", messages=messages, tools=tools)
-            (trajectory,) = session.trajectories(1.0, {}, {})
+    async with chat(engine, sampling=Sampling(max_new_tokens=200)) as (session, client):
+        messages: list[Any] = GO
+        answer = await client.chat.completions.create(model="any", messages=messages, tools=tools)
+        (call,) = answer.choices[0].message.tool_calls or []
+        messages += [
+            answer.choices[0].message.model_dump(),
+            {"role": "tool", "content": "1", "tool_call_id": call.id},
+        ]
+        await client.chat.completions.create(model="any", messages=messages, tools=tools)
+        (trajectory,) = session.trajectories(1.0, {}, {})
     assert call.type == "function"
     assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -221,38 +223,25 @@ async def test_tool_calls_are_parsed_and_their_results_extend_the_chain() -> Non
 
 async def test_tokenize_gives_the_ids_that_the_next_turn_is_generated_from() -> None:
     engine = spelled("ab")
-    async with gateway_over(engine) as gateway:
-        with gateway.session(SAMPLING) as session:
-            base_url = gateway.endpoint(session).base_url
-            messages: list[Any] = [{"role": "user", "content": "go"}]
-            async with aiohttp.ClientSession() as http:
-                for _ in range(2):
-                    url = f"{base_url.removesuffix('/v1')}/tokenize"
-                    async with http.post(url, json={"messages": messages}) as response:
-                        tokens = (await response.json())["tokens"]
-                    async with http.post(f"{base_url}/chat/completions", json={"messages": messages}) as response:
-                        message = (await response.json())["choices"][0]["message"]
-                    assert tokens == list(engine.requests[-1].prompt_token_ids)
-                    messages += [message, {"role": "user", "content": "more"}]
+    messages: list[Any] = GO
+    async with chat(engine) as (_, client):
+        for _ in range(2):
+            tokens = await client.post("../tokenize", body={"messages": messages}, cast_to=dict[str, Any])
+            answer = await client.chat.completions.create(model="any", messages=messages)
+            assert tokens["tokens"] == list(engine.requests[-1].prompt_token_ids)
+            messages = [*messages, answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
 
 
 async def test_models_tells_the_longest_context() -> None:
-    async with gateway_over(spelled("ab"), max_context_tokens=77) as gateway:
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                models = (await client.models.list()).data
+    async with chat(spelled("ab"), max_context_tokens=77) as (_, client):
+        models = (await client.models.list()).data
     assert [(model.id, model.model_dump()["max_model_len"]) for model in models] == [("default", 77)]
 
 
 async def test_policy_without_replicas_is_a_503() -> None:
-    async with policy_over(FakeEngine()) as policy:
-        await policy.close()
-        gateway = Gateway(policy, CODEC, model="default", max_context_tokens=99, timeout_seconds=0.05)
-        await gateway.listen("127.0.0.1", 0)
-        with gateway.session(SAMPLING) as session:
-            async with open_client(gateway, session) as client:
-                with pytest.raises(openai.InternalServerError) as caught:
-                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
-        await gateway.close()
-    assert caught.value.status_code == 503
-    assert caught.value.code == "unavailable"
+    engine = spelled("ab")
+    engine.errors = [UnavailableError("stopping")] * 1000
+    async with chat(engine, timeout_seconds=0.2) as (_, client):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="any", messages=GO)
+    assert caught.value.status_code in (503, 504)

@@ -1,6 +1,7 @@
-"""Policy: which replica gets a request, and what happens when one fails. Real gRPC servers, a fake engine behind them."""
+"""Policy: which replica gets a request, and what happens when one fails. Over real gRPC."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -39,8 +40,8 @@ async def test_replica_with_the_fewest_completions_in_flight_is_chosen() -> None
         for engine in engines:
             engine.is_open.clear()
         waiting = [asyncio.create_task(policy.generate([1, 2], n, SAMPLING)) for n in (4, 1, 1, 1)]
-        while sum(len(engine.requests) for engine in engines) < 4:
-            await asyncio.sleep(0)
+        await engines[0].wait_for(lambda: sum(request.n for request in engines[0].requests) >= 3)
+        await engines[1].wait_for(lambda: sum(request.n for request in engines[1].requests) >= 3)
         assert sorted(sum(request.n for request in engine.requests) for engine in engines) == [3, 4]
         for engine in engines:
             engine.is_open.set()
@@ -101,11 +102,9 @@ async def test_replica_that_left_finishes_what_it_had_begun() -> None:
         await registry.set(replica("leaving", address))
         async with following_policy(registry_address) as policy:
             running = asyncio.create_task(policy.generate([1, 2], 1, SAMPLING))
-            while not engine.requests:
-                await asyncio.sleep(0)
+            await engine.wait_for(lambda: bool(engine.requests))
             await registry.set()
-            while policy._ready():
-                await asyncio.sleep(0)
+            await policy._wait_until(lambda: not policy._ready(), time.monotonic() + 10)
             engine.is_open.set()
             assert len(await running) == 1
 
@@ -116,8 +115,7 @@ async def test_time_limit_is_raised_and_ends_the_request_on_the_engine() -> None
     async with policy_over(engine) as policy:
         with pytest.raises(DeadlineExceededError):
             await policy.generate([1, 2], 1, SAMPLING, timeout_seconds=0.1)
-        while not engine.cancelled:
-            await asyncio.sleep(0)
+        await engine.wait_for(lambda: engine.cancelled == 1)
 
 
 @pytest.mark.parametrize(

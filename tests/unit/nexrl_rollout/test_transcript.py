@@ -17,7 +17,8 @@ COMPLETIONS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), min_siz
 def test_spans_cover_exactly_the_generated_tokens_with_their_versions(
     turns: list[tuple[list[int], list[tuple[int, int]]]],
 ) -> None:
-    transcript, expected = Transcript(), []
+    transcript = Transcript()
+    expected: list[tuple[int, float, int | None]] = []
     for context, generated in turns:
         transcript.add_context(context)
         transcript.add_completion(completion([t for t, _ in generated], versions=[v for _, v in generated]))

@@ -123,7 +123,7 @@ async def test_math_goes_through_the_chat_template_and_grades_the_last_number() 
 
 
 async def test_mock_needs_no_engine_and_is_decided_by_the_sample() -> None:
-    async with policy_over() if False else policy_over(FakeEngine()) as policy:
+    async with policy_over(FakeEngine()) as policy:
         worker = MockWorker(policy, SCRATCH, experiment(type="mock"))
         first, second = await worker.rollout(task_lease(0, 3)), await worker.rollout(task_lease(0, 3))
     assert list(first) == list(second)
@@ -165,7 +165,14 @@ async def test_agent_plays_a_game_of_several_turns_in_one_trajectory() -> None:
     assert trajectory.reward_components["guesses"] == 3
     assert SCRATCH.decode([trajectory.token_ids]) == ["guess4higher9lower7"]
     masks = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-    assert [token for token, mask in masks if mask] == [*SCRATCH.encode("4"), EOS, *SCRATCH.encode("9"), EOS, *SCRATCH.encode("7"), EOS]
+    assert [token for token, mask in masks if mask] == [
+        *SCRATCH.encode("4"),
+        EOS,
+        *SCRATCH.encode("9"),
+        EOS,
+        *SCRATCH.encode("7"),
+        EOS,
+    ]
 
 
 async def test_game_beyond_its_turns_is_truncated() -> None:
@@ -177,8 +184,15 @@ async def test_game_beyond_its_turns_is_truncated() -> None:
 
 async def test_game_that_fills_the_context_is_truncated() -> None:
     async with policy_over(says("1")) as policy:
-        with pytest.raises(RuntimeError, match="503|400|500"):
-            await run_agent(policy, number_guess(), task_lease(0, 1, prompt="g" * 300, answer="x7".strip("x")))
+        result = await run_agent(policy, number_guess(), task_lease(0, 1, prompt="g" * 250, answer="7"))
+    assert result.verdict == VERDICT_TRUNCATED
+    assert sum(result.trajectories[0].loss_mask) == 2
+
+
+async def test_prompt_that_never_fitted_is_no_measurement() -> None:
+    async with policy_over(says("1")) as policy:
+        result = await run_agent(policy, number_guess(), task_lease(0, 1, prompt="g" * 300, answer="7"))
+    assert result.verdict == VERDICT_ENV_ERROR
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""The rollout process as it is started, and workers of one's own, against the contract on real gRPC servers."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nexrl.activity import ActivityTracker
+from nexrl.client import MAX_PUT_BYTES, RolloutClient, open_rollout_client
+from nexrl.policy import Sampling
+from nexrl.rpc.server import ServiceProcess
+from nexrl.settings import Settings
+from nexrl.transcript import Transcript
+from nexrl.v1.activity_service_pb2 import Module
+from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
+from nexrl.v1.trajectory_pb2 import (
+    PURPOSE_TRAINING,
+    PURPOSE_VALIDATION,
+    PUT_OUTCOME_ACCEPTED,
+    VERDICT_OK,
+    SampleResult,
+    TaskLease,
+    Trajectory,
+)
+from nexrl_rollout.results import scored
+from nexrl_rollout.server import start
+from nexrl_rollout.worker import RolloutLimits, RolloutLoop, RolloutWorker
+from tests.support.rollout import (
+    ALPHABET,
+    FakeEngine,
+    FakePool,
+    FakeWeightSync,
+    completion,
+    experiment,
+    replica,
+    serving,
+    task_lease,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+EOS = 2
+
+
+def reverses(request: GenerateRequest, index: int) -> GeneratedCompletion:
+    """The right answer to "write it backwards"."""
+    return completion([*reversed(request.prompt_token_ids[1:]), EOS])
+
+
+@asynccontextmanager
+async def contract(pool: FakePool, engine: FakeEngine) -> AsyncIterator[tuple[str, str]]:
+    """Addresses of a pool and of a weight sync whose one replica is `engine`."""
+    registry = FakeWeightSync()
+    async with serving(pool) as pool_address, serving(engine) as engine_address, serving(registry) as registry_address:
+        await registry.set(replica("replica-0", engine_address))
+        yield pool_address, registry_address
+
+
+@asynccontextmanager
+async def rollout_process(pool: FakePool, engine: FakeEngine, run_dir: Path, **rollout: Any) -> AsyncIterator[None]:
+    """The process, until SIGTERM at the end of the block."""
+    async with contract(pool, engine) as (pool_address, registry_address):
+        settings = Settings(
+            experiment_file=run_dir / "experiment.yaml",
+            run_dir=run_dir,
+            instance="rollout-0",
+            trajectory_pool=pool_address,
+            weight_sync=registry_address,
+        )
+        process = ServiceProcess("rollout", settings, experiment(**rollout))
+        running = asyncio.create_task(process.run(start))
+        try:
+            yield
+        finally:
+            process.stopping.set()
+            await running
+
+
+def rewards(results: Sequence[SampleResult]) -> list[float]:
+    return [result.trajectories[0].reward for result in results]
+
+
+async def test_process_feeds_training_and_validation(tmp_path: Path) -> None:
+    leases = [task_lease(group, 4, prompt="123", answer="321") for group in range(3)]
+    leases.append(task_lease(0, 2, prompt="123", answer="999", purpose=PURPOSE_VALIDATION))
+    pool = FakePool(leases)
+    async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="simple"):
+        await pool.wait_for(lambda: sum(map(len, pool.results.values())) == 14)
+    assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 12
+    assert rewards(pool.results[PURPOSE_VALIDATION]) == [0.0] * 2
+    assert not pool.returned
+
+
+async def test_process_runs_an_environment(tmp_path: Path) -> None:
+    pool = FakePool([task_lease(0, 4, prompt="7", answer="7")])
+    reference = "nexrl_rollout.environments.number_guess:number_guess"
+    async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="agent", environment=reference):
+        await pool.wait_for(lambda: len(pool.results[PURPOSE_TRAINING]) == 4)
+    assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 4
+
+
+async def test_process_that_is_told_to_stop_returns_its_samples(tmp_path: Path) -> None:
+    engine = FakeEngine(reverses)
+    engine.is_open.clear()
+    pool = FakePool([task_lease(group, 4) for group in range(2)])
+    async with rollout_process(pool, engine, tmp_path, type="simple"):
+        await pool.wait_for(lambda: len(pool.granted) == 8)
+    assert sorted(pool.returned) == sorted(pool.granted)
+
+
+@pytest.mark.guide("A3")
+async def test_example_worker_feeds_a_run_through_grpc_alone() -> None:
+    pool = FakePool([task_lease(group, 4, prompt="123", answer="321") for group in range(2)])
+    pool.is_over = True
+    async with contract(pool, FakeEngine(reverses)) as addresses:
+        script = REPOSITORY / "examples" / "custom_rollout_worker.py"
+        process = await asyncio.create_subprocess_exec(sys.executable, str(script), *addresses, ALPHABET)
+        assert await process.wait() == 0
+    assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 8
+
+
+class Custom(RolloutWorker):
+    """A user's worker: one method."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._policy = client.policy
+
+    async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
+        sampling = Sampling(max_new_tokens=8, temperature=0.7)
+        completions = await self._policy.generate([1, 5, 6], len(lease.samples), sampling)
+        results = []
+        for sample, generated in zip(lease.samples, completions, strict=True):
+            transcript = Transcript([1, 5, 6])
+            transcript.add_completion(generated)
+            results.append(scored(sample, [transcript.trajectory(0.5)], generated.finish_reason))
+        return results
+
+
+@pytest.mark.guide("G1", "G2", "G3", "G8", "G15", "R3")
+async def test_subclass_with_one_method_is_a_worker() -> None:
+    pool = FakePool([task_lease(0, 4)])
+    engine = FakeEngine(reverses)
+    async with (
+        contract(pool, engine) as (pool_address, registry_address),
+        open_rollout_client(pool_address, registry_address, worker_id="custom") as client,
+    ):
+        limits = RolloutLimits(max_in_flight=4, group_size=4, lease_seconds=60, timeout_seconds=30)
+        loop = RolloutLoop(client, Custom(client), limits, ActivityTracker(Module(name="custom"), None))
+        running = asyncio.create_task(loop.run())
+        await pool.wait_for(lambda: len(pool.results[PURPOSE_TRAINING]) == 4)
+        running.cancel()
+        await asyncio.wait([running])
+    assert engine.requests[0].temperature == 0.7
+    assert rewards(pool.results[PURPOSE_TRAINING]) == [0.5] * 4
+
+
+async def test_results_larger_than_one_call_are_put_in_several() -> None:
+    pool = FakePool()
+    large = Trajectory(response="x" * (MAX_PUT_BYTES // 3))
+    results = [
+        SampleResult(sample_id=f"0.{index}", attempt=1, verdict=VERDICT_OK, trajectories=[large]) for index in range(5)
+    ]
+    async with (
+        contract(pool, FakeEngine()) as (pool_address, registry_address),
+        open_rollout_client(pool_address, registry_address, worker_id="custom") as client,
+    ):
+        assert await client.put(PURPOSE_TRAINING, results) == [PUT_OUTCOME_ACCEPTED] * 5
+    assert pool.puts == 3
+    assert [result.sample_id for result in pool.results[PURPOSE_TRAINING]] == [f"0.{index}" for index in range(5)]

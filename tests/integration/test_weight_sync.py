@@ -1,0 +1,186 @@
+"""Weight sync from end to end: real gRPC, real Redis, real Gloo between real processes, and real SIGKILL."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from nexrl.errors import InvalidArgumentError, NotFoundError
+from nexrl.rpc.client import call, new_request_id
+from nexrl.store import Redis
+from nexrl.v1 import weight_sync_service_pb2 as pb
+from nexrl.weights.codec import manifest_to_wire
+from nexrl.weights.packing import snapshot
+from nexrl_weight_sync.weight_sync import View
+from tests.support.weights import BUCKET_BYTES, MODEL_TAG, World, example_tensors, rules, running_weight_sync
+
+
+def ready_ids(view: View) -> set[str]:
+    return {replica.replica_id for replica, ready in view.replicas if ready}
+
+
+def is_serving(policy_version: int, *replica_ids: str) -> Callable[[View], bool]:
+    return lambda view: view.committed_version == policy_version and ready_ids(view) >= set(replica_ids)
+
+
+def prepare(policy_version: int, *, wait_seconds: float) -> pb.PrepareSyncRequest:
+    packed = snapshot(example_tensors(policy_version), policy_version=policy_version, bucket_bytes=BUCKET_BYTES)
+    return pb.PrepareSyncRequest(
+        request_id=new_request_id(),
+        model_tag=MODEL_TAG,
+        manifest=manifest_to_wire(packed.manifest),
+        host="127.0.0.1",
+        port=1,
+        wait_seconds=wait_seconds,
+    )
+
+
+async def gate(world: World, wait_seconds: float = 0) -> pb.CheckRolloutStatusResponse:
+    request = pb.CheckRolloutStatusRequest(model_tag=MODEL_TAG, wait_seconds=wait_seconds)
+    return await call(world.stub().CheckRolloutStatus, request, timeout_seconds=wait_seconds + 5)
+
+
+async def test_versions_reach_all_replicas_through_one_open_group(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        await asyncio.gather(world.replica("a"), world.replica("b"))
+        assert (await gate(world)).status == pb.ROLLOUT_STATUS_BLOCK
+        publisher = await world.publisher()
+        epochs = set()
+        for version in range(3):
+            publication = await publisher.publish(example_tensors(version), version)
+            assert (publication.committed_version, publication.attempts) == (version, 1)
+            assert ready_ids(world.weight_sync.view()) == {"a", "b"}
+            epochs.add(world.weight_sync.coordinator.state.epoch)
+        assert epochs == {1}
+        assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE
+        assert world.told == [0, 1, 2]
+
+
+async def test_a_replica_killed_in_mid_transfer_is_put_out_and_the_others_get_the_version(
+    redis: Redis, experiment_name: str
+) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        await asyncio.gather(world.replica("sound"), world.replica("dying", "die"))
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(0), 0)
+        async with asyncio.timeout(10):  # half of the timeout of a sync: nobody waits for the dead
+            publication = await publisher.publish(example_tensors(1), 1)
+        assert publication.committed_version == 1
+        assert publication.attempts >= 2
+        assert ready_ids(world.weight_sync.view()) == {"sound"}
+
+
+async def test_a_replica_dead_before_the_transfer_does_not_hold_it_up(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        _, dead = await asyncio.gather(world.replica("sound"), world.replica("dead"))
+        dead.kill()
+        publisher = await world.publisher()
+        async with asyncio.timeout(10):
+            assert (await publisher.publish(example_tensors(0), 0)).committed_version == 0
+        assert ready_ids(world.weight_sync.view()) == {"sound"}
+
+
+async def test_a_silent_replica_is_put_out_with_its_lease(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        _, frozen = await asyncio.gather(world.replica("sound"), world.replica("frozen"))
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(0), 0)
+        frozen.freeze()
+        async with asyncio.timeout(15):  # below the timeout of a sync
+            publication = await publisher.publish(example_tensors(1), 1)
+        assert publication.committed_version == 1
+        assert ready_ids(world.weight_sync.view()) == {"sound"}
+
+
+async def test_a_replica_with_other_bytes_is_put_out_and_served_again(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        await asyncio.gather(world.replica("sound"), world.replica("flipping", "flip"))
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(0), 0)
+        assert ready_ids(world.weight_sync.view()) == {"sound", "flipping"}
+        await publisher.publish(example_tensors(1), 1)
+        assert ready_ids(world.weight_sync.view()) == {"sound"}
+        await publisher.publish(example_tensors(2), 2)
+        await world.until(is_serving(2, "sound", "flipping"))
+
+
+async def test_a_late_replica_gets_the_committed_version_without_a_new_one(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        first = await world.replica("first")
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(0), 0)
+        first.kill()
+        await world.until(lambda view: not view.replicas)
+        assert "no replica" in (await gate(world)).reason
+        await world.replica("second")
+        await world.until(is_serving(0, "second"))
+        assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE
+
+
+async def test_a_replica_of_another_model_is_put_out(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        await asyncio.gather(world.replica("sound"), world.replica("misfit", "misfit"))
+        publisher = await world.publisher()
+        async with asyncio.timeout(10):
+            await publisher.publish(example_tensors(0), 0)
+        assert ready_ids(world.weight_sync.view()) == {"sound"}
+
+
+async def test_an_older_version_is_left_alone(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        await world.replica("a")
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(3), 3)
+        replay = await world.publisher()
+        assert (await replay.publish(example_tensors(2), 2)).committed_version == 3
+        assert (await replay.publish(example_tensors(4), 4)).committed_version == 4
+
+
+async def test_a_validation_holds_the_version(redis: Redis, experiment_name: str) -> None:
+    its_rules = rules(is_due=lambda policy_version: policy_version == 0)
+    async with running_weight_sync(redis, experiment_name, its_rules) as world:
+        await world.replica("a")
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(0), 0)
+        stub = world.stub()
+        request = pb.WaitForValidationRequest(model_tag=MODEL_TAG, wait_seconds=5)
+        held = await call(stub.WaitForValidation, request, timeout_seconds=10)
+        assert (held.waiting, held.policy_version) == (True, 0)
+        prepared = await call(stub.PrepareSync, prepare(1, wait_seconds=0.1), timeout_seconds=5)
+        assert (prepared.sync_id, prepared.waiting_on) == ("", "validation")
+        assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE  # validation rollouts pass it
+        next_version = asyncio.create_task(publisher.publish(example_tensors(1), 1))
+        end = pb.EndValidationHoldRequest(request_id=new_request_id(), model_tag=MODEL_TAG, policy_version=0)
+        await call(stub.EndValidationHold, end, timeout_seconds=5)
+        assert (await next_version).committed_version == 1
+
+
+async def test_a_restarted_service_goes_on_from_the_committed_version(redis: Redis, experiment_name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with running_weight_sync(redis, experiment_name, rules(), port) as first:
+        await first.replica("a")
+        publisher = await first.publisher()
+        await publisher.publish(example_tensors(5), 5)
+        epoch = first.weight_sync.coordinator.state.epoch
+        clients = first.closing.pop_all()  # the replica and the trainer outlive this service
+    async with running_weight_sync(redis, experiment_name, rules(), port) as second, clients:
+        assert second.weight_sync.coordinator.committed.policy_version == 5
+        await second.until(is_serving(5, "a"))
+        assert (await publisher.publish(example_tensors(6), 6)).committed_version == 6
+        assert second.weight_sync.coordinator.state.epoch > epoch
+
+
+async def test_calls_that_name_no_sync_or_tag_are_refused(redis: Redis, experiment_name: str) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        stub = world.stub()
+        with pytest.raises(NotFoundError, match="not on"):
+            await call(stub.CommitSync, pb.CommitSyncRequest(model_tag=MODEL_TAG, sync_id="x"), timeout_seconds=5)
+        with pytest.raises(NotFoundError, match="model_tag"):
+            await call(stub.GetWeightSyncState, pb.GetWeightSyncStateRequest(model_tag="other"), timeout_seconds=5)
+        with pytest.raises(InvalidArgumentError, match="replica_id"):
+            await call(stub.RegisterReplica, pb.RegisterReplicaRequest(model_tag=MODEL_TAG), timeout_seconds=5)
+        request = pb.PrepareSyncRequest(request_id="r", model_tag=MODEL_TAG)
+        with pytest.raises(InvalidArgumentError, match="manifest"):
+            await call(stub.PrepareSync, request, timeout_seconds=5)

@@ -1,0 +1,176 @@
+"""A weight-sync service in this process, replicas as processes, and weights to send."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+import torch
+from torch import Tensor
+
+from nexrl.rpc.client import connect
+from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.store import Redis, key_prefix
+from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub, add_WeightSyncServiceServicer_to_server
+from nexrl.weights.manifest import TensorSpec
+from nexrl.weights.packing import tensor_specs
+from nexrl.weights.publisher import WeightPublisher
+from nexrl.weights.transport import Sender
+from nexrl_weight_sync.coordinator import Coordinator, Rules
+from nexrl_weight_sync.replicas import ReplicaClients
+from nexrl_weight_sync.service import WeightSyncServicer
+from nexrl_weight_sync.store import WeightSyncStore
+from nexrl_weight_sync.weight_sync import View, WeightSync
+from tests.support import replica_process
+
+if TYPE_CHECKING:
+    from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceAsyncStub
+
+MODEL_TAG = "default"
+LEASE_SECONDS = 3.0
+TIMEOUT_SECONDS = 20.0
+BUCKET_BYTES = 64 * 1024
+
+
+def example_tensors(seed: int, *, nbytes: int = 1_000_000) -> list[tuple[str, Tensor]]:
+    """Weights of a small model: mixed types and shapes, about `nbytes` bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = nbytes // 6000
+    return [
+        ("embed.weight", torch.randn(rows, 1000, generator=generator)),
+        ("head.weight", torch.randn(rows, 1000, generator=generator).to(torch.bfloat16)),
+        ("norm.weight", torch.randn(7, generator=generator)),
+        ("scale", torch.randn((), generator=generator)),
+        ("steps", torch.tensor([seed], dtype=torch.int64)),
+    ]
+
+
+def rules(**changes: object) -> Rules:
+    """Rules of mode sync without validation."""
+    settings: dict[str, object] = {
+        "max_lag_steps": 0,
+        "lease_seconds": LEASE_SECONDS,
+        "sync_seconds": 2 * TIMEOUT_SECONDS,
+        "hold_seconds": 60.0,
+        "is_due": lambda policy_version: False,
+    }
+    return Rules(**(settings | changes))  # type: ignore[arg-type]
+
+
+# One process imports torch, the replicas are forks of it.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.support.replica_process"])
+
+
+class ReplicaProcess:
+    """A replica that runs `tests.support.replica_process`."""
+
+    def __init__(self, world: "World", replica_id: str, behaviour: str, specs: tuple[TensorSpec, ...]) -> None:
+        arguments = (world.address, MODEL_TAG, replica_id, specs, behaviour)
+        self._process = _processes.Process(target=replica_process.main, args=arguments, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def freeze(self) -> None:
+        """Stop it without ending it."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._process.kill()
+        self._process.join()
+
+
+@dataclass
+class World:
+    """The service, its address, and who uses it."""
+
+    weight_sync: WeightSync
+    address: str
+    told: list[int] = field(default_factory=list)
+    closing: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def replica(
+        self, replica_id: str, behaviour: str = "sound", specs: tuple[TensorSpec, ...] = ()
+    ) -> ReplicaProcess:
+        """Start a replica, of the example model unless `specs` says otherwise; returns when it is registered."""
+        replica = ReplicaProcess(self, replica_id, behaviour, specs or tensor_specs(example_tensors(0)))
+        self.closing.callback(replica.kill)
+        await self.until(lambda view: any(found.replica_id == replica_id for found, _ in view.replicas))
+        return replica
+
+    async def publisher(self, *, bucket_bytes: int = BUCKET_BYTES) -> WeightPublisher:
+        """A trainer's publisher, following the replicas."""
+        channel = connect(self.address)
+        self.closing.push_async_callback(channel.close)
+        publisher = WeightPublisher(
+            WeightSyncServiceStub(channel),
+            Sender("127.0.0.1"),
+            model_tag=MODEL_TAG,
+            bucket_bytes=bucket_bytes,
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
+        follow = asyncio.create_task(publisher.keep_replicas_current())
+        self.closing.push_async_callback(publisher.close)
+        self.closing.push_async_callback(_ended, follow)
+        return publisher
+
+    async def until(self, condition: Callable[[View], bool], seconds: float = 30.0) -> View:
+        """The first view of the replicas for which `condition` holds."""
+        async with asyncio.timeout(seconds):
+            async for view in self.weight_sync.watch():
+                if condition(view):
+                    return view
+        raise AssertionError("the watch ended")
+
+    def stub(self) -> "WeightSyncServiceAsyncStub":
+        """A client."""
+        channel = connect(self.address)
+        self.closing.push_async_callback(channel.close)
+        return WeightSyncServiceStub(channel)
+
+    async def tell(self, policy_version: int) -> None:
+        """Stands for the trajectory pool."""
+        self.told.append(policy_version)
+
+
+@asynccontextmanager
+async def running_weight_sync(redis: Redis, experiment: str, its_rules: Rules, port: int = 0) -> AsyncIterator[World]:
+    """Weight sync of one model tag on a real socket, with its background work."""
+    store = WeightSyncStore(redis, key_prefix(experiment, MODEL_TAG))
+    coordinator = Coordinator(its_rules, await store.load(), time.monotonic())
+    clients = ReplicaClients(timeout_seconds=TIMEOUT_SECONDS)
+    weight_sync = WeightSync(coordinator, store, clients, timeout_seconds=TIMEOUT_SECONDS)
+    servicer = WeightSyncServicer(
+        weight_sync, model_tag=MODEL_TAG, mode="sync", lease_seconds=LEASE_SECONDS, timeout_seconds=TIMEOUT_SECONDS
+    )
+    server = grpc.aio.server(interceptors=[EdgeInterceptor()])
+    add_WeightSyncServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    world = World(weight_sync, f"127.0.0.1:{port}")
+    background = [asyncio.create_task(weight_sync.expire()), asyncio.create_task(weight_sync.announce(world.tell))]
+    try:
+        async with world.closing:
+            yield world
+    finally:
+        await weight_sync.stop()
+        await server.stop(None)
+        for task in background:
+            await _ended(task)
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait([task])
