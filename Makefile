@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## Show this list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
 
 
 .PHONY: setup
@@ -92,7 +92,15 @@ quickstart: $(INSTALLED) ## Train the "sort digits" example; STEPS=30 for a shor
 	$(BIN)/nexrl run examples/sort-digits/experiment.yaml $(if $(STEPS),trainer.steps=$(STEPS))
 
 .PHONY: bench
-bench: bench-loop ## All benchmarks
+bench: bench-engine bench-weights bench-loop ## All benchmarks
+
+.PHONY: bench-engine
+bench-engine: $(INSTALLED) ## Samples per CPU second of the built-in engine against Hugging Face's generate
+	$(BIN)/python benchmarks/engine_vs_hf.py
+
+.PHONY: bench-weights
+bench-weights: $(INSTALLED) ## Seconds of a weight sync against one raw broadcast of the same bytes
+	PYTHONPATH=. $(BIN)/python benchmarks/weight_sync_latency.py
 
 .PHONY: bench-loop
 bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Samples per second of the whole loop against TRL's GRPOTrainer

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from nexrl_inference import Engine, GenerationRequest, Limits
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from nexrl_inference import Engine, GenerationRequest, Limits
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY, REPEATS = 16, 16, 6, 6, 26, 15
 

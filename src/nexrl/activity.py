@@ -75,7 +75,12 @@ class ActivityTracker:
         if isinstance(error, BaseException):
             report.exception_type = type(error).__name__
             report.exception_traceback = "".join(traceback.format_exception(error))
-        log.log(logging.WARNING if severity <= pb.SEVERITY_WARNING else logging.ERROR, "%s: %s", work_context, report.message)
+        log.log(
+            logging.WARNING if severity <= pb.SEVERITY_WARNING else logging.ERROR,
+            "%s: %s",
+            work_context,
+            report.message,
+        )
         if self._stub is None:
             return ""
         try:

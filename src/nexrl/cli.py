@@ -55,7 +55,9 @@ def serve(service: Annotated[str, typer.Argument(help="The service, as 'trainer'
 
 
 @app.command()
-def status(run_folder: Annotated[Path, typer.Argument(help="The folder of a run that is on, as runs/sort-digits.")]) -> None:
+def status(
+    run_folder: Annotated[Path, typer.Argument(help="The folder of a run that is on, as runs/sort-digits.")],
+) -> None:
     """What the processes of a run are doing, what they wait on, and what went wrong."""
     from nexrl.local.status import print_status
 

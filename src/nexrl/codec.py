@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nexrl.errors import InvalidArgumentError
 from nexrl.v1 import tensor_pb2 as pb
 
-_DTYPES: dict[pb.DataType, np.dtype[Any]] = {
+_DTYPES: dict["pb.DataType.ValueType", np.dtype[Any]] = {
     pb.DATA_TYPE_FLOAT32: np.dtype("<f4"),
     pb.DATA_TYPE_FLOAT16: np.dtype("<f2"),
     pb.DATA_TYPE_INT32: np.dtype("<i4"),

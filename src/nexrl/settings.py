@@ -39,6 +39,4 @@ def load_settings() -> Settings:
         return Settings()
     except ValidationError as error:
         violations = [Violation(f"NEXRL_{e['loc'][0]}".upper(), e["msg"]) for e in error.errors()]
-        raise InvalidArgumentError(
-            "settings: " + "; ".join(map(str, violations)), violations=violations
-        ) from None
+        raise InvalidArgumentError("settings: " + "; ".join(map(str, violations)), violations=violations) from None

@@ -28,7 +28,9 @@ async def connect_redis(url: str) -> Redis:
     Raises InvalidArgumentError for a URL that is none, UnavailableError when nothing answers within 3 s.
     """
     try:
-        probe = redis.asyncio.Redis.from_url(url, socket_connect_timeout=CONNECT_SECONDS, socket_timeout=CONNECT_SECONDS)
+        probe = redis.asyncio.Redis.from_url(
+            url, socket_connect_timeout=CONNECT_SECONDS, socket_timeout=CONNECT_SECONDS
+        )
     except ValueError as error:
         raise InvalidArgumentError(f"redis.url: {url!r}: {error}; allowed: redis://, rediss://, unix://") from None
     try:

@@ -1,7 +1,5 @@
 """The ledger's guarantees, each on a real Redis with a clock that the test moves."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from nexrl.errors import FailedPreconditionError, LeaseLostError
@@ -26,8 +24,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def make(redis: Redis, experiment_name: str, clock: Clock) -> AsyncIterator["Make"]:
-    yield Make(redis, experiment_name, clock)
+def make(redis: Redis, experiment_name: str, clock: Clock) -> "Make":
+    return Make(redis, experiment_name, clock)
 
 
 class Make:
@@ -266,11 +264,14 @@ async def test_ungrouped_samples_are_ready_one_by_one(make: Make) -> None:
     assert sum(len(task.samples) for task in rest.tasks) == 1
 
 
-async def test_rows_are_deleted_once_their_samples_are_in_a_train_batch(make: Make, redis: Redis, experiment_name: str) -> None:
+async def test_rows_are_deleted_once_their_samples_are_in_a_train_batch(
+    make: Make, redis: Redis, experiment_name: str
+) -> None:
     ledger = make()
     incarnation, _ = await ledger.resume("", 0, 0)
     await _train(ledger, incarnation, range(2))
     await ledger.commit_checkpoint(2, incarnation)
     prefix = key_prefix(experiment_name, "default")
-    left = {key.decode().removeprefix(prefix).split(":")[0] for key in await redis.keys(prefix.replace("{", "[{]") + "*")}
+    keys = [bytes(key).decode() async for key in redis.scan_iter(match=f"*{experiment_name}*")]
+    left = {key.removeprefix(prefix).split(":")[0] for key in keys}
     assert left <= {"meta", "req"}

@@ -83,22 +83,22 @@ class Replica:
 
     async def keep_registered(self, channel: grpc.aio.Channel, model_tag: str) -> None:
         """Hold a place among the replicas for as long as the task lives, and give it up at its end."""
-        stub = WeightSyncServiceStub(channel)
         try:
             while True:
-                await asyncio.sleep(await self._register(stub, model_tag))
+                next_seconds = await self._register(channel, model_tag)
+                await asyncio.sleep(next_seconds)
         finally:
             request = pb.DeregisterReplicaRequest(
                 request_id=new_request_id(), model_tag=model_tag, replica_id=self._identity.replica_id
             )
-            await call(stub.DeregisterReplica, request, timeout_seconds=1.0)
+            await call(WeightSyncServiceStub(channel).DeregisterReplica, request, timeout_seconds=1.0)
 
-    async def _register(self, stub: WeightSyncServiceStub, model_tag: str) -> float:
+    async def _register(self, channel: grpc.aio.Channel, model_tag: str) -> float:
         request = pb.RegisterReplicaRequest(
             request_id=new_request_id(), model_tag=model_tag, replica=self.state(), digest=self.digest
         )
         try:
-            answer = await call(stub.RegisterReplica, request, timeout_seconds=CALL_SECONDS)
+            answer = await call(WeightSyncServiceStub(channel).RegisterReplica, request, timeout_seconds=CALL_SECONDS)
         except NexrlError as error:
             log.warning("registration: %s", error)
             return RETRY_SECONDS

@@ -58,7 +58,7 @@ def limits(spec: ExperimentSpec) -> Limits:
 
 
 async def serve_http(process: ServiceProcess, application: web.Application) -> str:
-    """Serve `application` on the settings' HTTP port; gives its base URL. Raises FailedPreconditionError for a taken port."""
+    """Serve `application` on the settings' HTTP port; gives its base URL. Raises FailedPreconditionError."""
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     process.on_close(runner.cleanup)

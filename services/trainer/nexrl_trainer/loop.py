@@ -45,11 +45,12 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
-class Folders:
-    """Where the trainer writes, and where it starts from when it has written nothing yet."""
+class Checkpoints:
+    """Where checkpoints are written, what to start from when there is none yet, and the tokenizer saved with them."""
 
-    checkpoints: Path
+    folder: Path
     start_from: Path | None
+    tokenizer: PreTrainedTokenizerBase
 
 
 class TrainWorker:
@@ -59,8 +60,7 @@ class TrainWorker:
         self,
         spec: ExperimentSpec,
         learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
-        folders: Folders,
+        checkpoints: Checkpoints,
         channel: grpc.aio.Channel,
         publisher: WeightPublisher,
         activity: ActivityTracker,
@@ -69,8 +69,7 @@ class TrainWorker:
         self.learner = learner
         self.doing = "idle"
         self.is_done = False
-        self._tokenizer = tokenizer
-        self._folders = folders
+        self._checkpoints = checkpoints
         self._pool = TrainBatchPoolServiceStub(channel)
         self._publisher = publisher
         self._activity = activity
@@ -113,7 +112,7 @@ class TrainWorker:
 
     async def save_checkpoint(self) -> Path:
         """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed."""
-        path = self._folders.checkpoints / f"global_step_{self.learner.step}"
+        path = self._checkpoints.folder / f"global_step_{self.learner.step}"
         with self._phase("checkpoint"):
             if not path.exists():
                 metadata = CheckpointMetadata(
@@ -122,8 +121,10 @@ class TrainWorker:
                     cursor={"position": self._data_cursor},
                     model_tag=self.spec.model.tag,
                 )
-                folder = self._folders.checkpoints
-                await self.in_torch_thread(lambda: save_checkpoint(folder, self.learner, self._tokenizer, metadata))
+                folder = self._checkpoints.folder
+                await self.in_torch_thread(
+                    lambda: save_checkpoint(folder, self.learner, self._checkpoints.tokenizer, metadata)
+                )
             request = pb.CommitCheckpointRequest(
                 request_id=new_request_id(),
                 model_tag=self.spec.model.tag,
@@ -132,7 +133,7 @@ class TrainWorker:
             )
             await call(self._pool.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
             self._trained_since_checkpoint.clear()
-            await asyncio.to_thread(prune_checkpoints, self._folders.checkpoints, self.spec.checkpoint.keep)
+            await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep)
         return path
 
     async def save_last_checkpoint(self) -> None:
@@ -148,7 +149,7 @@ class TrainWorker:
         log.info("loaded %s", path)
 
     async def _resume(self) -> None:
-        path = find_latest_checkpoint(self._folders.checkpoints) or self._folders.start_from
+        path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from
         if path is not None:
             await self.load_checkpoint(path)
         request = pb.ResumeFromCheckpointRequest(

@@ -12,7 +12,7 @@ from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_serv
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
-from nexrl_trainer.loop import Folders, TrainWorker
+from nexrl_trainer.loop import Checkpoints, TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, ReferenceLogprobs
 from nexrl_trainer.service import TrainerServicer
 from nexrl_trainer.step import Learner, LearnerSettings
@@ -38,16 +38,16 @@ async def start(process: ServiceProcess) -> None:
         timeout_seconds=spec.weight_sync.timeout_seconds,
     )
     process.on_close(publisher.close)
-    folders = run_folders(process.settings.run_dir, spec)
-    worker = TrainWorker(
-        spec, learner, build_tokenizer(spec.model), folders, pool, publisher, process.activity
-    )
+    checkpoints = run_checkpoints(process.settings.run_dir, spec)
+    worker = TrainWorker(spec, learner, checkpoints, pool, publisher, process.activity)
+    trajectories = process.settings.run_dir / "trajectories"
+    trajectories.mkdir(exist_ok=True)
     processor = AlgorithmProcessor(
         spec.algorithm,
         pool,
         spec.model.tag,
         process.activity,
-        process.settings.run_dir / "trajectories",
+        trajectories,
         await asyncio.to_thread(reference_logprobs, spec),
     )
     process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")
@@ -71,9 +71,9 @@ def reference_logprobs(spec: ExperimentSpec) -> ReferenceLogprobs | None:
     return build_learner(spec).forward if spec.algorithm.kl_coefficient else None
 
 
-def run_folders(run_dir: Path, spec: ExperimentSpec) -> Folders:
-    """The folders of this run, made if need be."""
-    checkpoints = Path(spec.checkpoint.path) if spec.checkpoint.path else run_dir / "checkpoints"
-    for folder in (checkpoints, run_dir / "trajectories"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return Folders(checkpoints, Path(spec.resume.path) if spec.resume.mode == "from_path" and spec.resume.path else None)
+def run_checkpoints(run_dir: Path, spec: ExperimentSpec) -> Checkpoints:
+    """Where this run writes its checkpoints; the folder is made if need be."""
+    folder = Path(spec.checkpoint.path) if spec.checkpoint.path else run_dir / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    given = spec.resume.path if spec.resume.mode == "from_path" else None
+    return Checkpoints(folder, Path(given) if given else None, build_tokenizer(spec.model))

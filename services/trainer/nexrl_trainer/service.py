@@ -31,9 +31,7 @@ class TrainerServicer(TrainerServiceServicer):
             logprobs_N = await self._worker.in_torch_thread(lambda: self._worker.learner.forward(batch))
         return pb.ForwardResponse(logprobs=encode_tensor(logprobs_N))
 
-    async def ForwardBackward(
-        self, request: pb.ForwardBackwardRequest, context: Context
-    ) -> pb.ForwardBackwardResponse:
+    async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
         batch = decode_train_batch(request.tensors)
 
         def accumulate() -> pb.ForwardBackwardResponse:
@@ -64,9 +62,7 @@ class TrainerServicer(TrainerServiceServicer):
         await self._worker.publish()
         return pb.PublishWeightsResponse(policy_version=self._worker.learner.step)
 
-    async def GetTrainerState(
-        self, request: pb.GetTrainerStateRequest, context: Context
-    ) -> pb.GetTrainerStateResponse:
+    async def GetTrainerState(self, request: pb.GetTrainerStateRequest, context: Context) -> pb.GetTrainerStateResponse:
         return pb.GetTrainerStateResponse(
             policy_version=self._worker.learner.step,
             total_steps=self._worker.spec.trainer.steps,

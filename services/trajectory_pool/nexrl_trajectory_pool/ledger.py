@@ -117,9 +117,7 @@ class LedgerState:
 class Ledger:
     """The ledger of one model tag and purpose. `prefix` names its keys; `clock` replaces Redis's own in tests."""
 
-    def __init__(
-        self, redis: Redis, prefix: str, rules: LedgerRules, clock: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, redis: Redis, prefix: str, rules: LedgerRules, clock: Callable[[], float] | None = None) -> None:
         self.rules = rules
         self._redis = redis
         self._prefix = prefix
@@ -133,15 +131,13 @@ class Ledger:
         return self._prefix + "wake"
 
     async def lease_tasks(self, request_id: str, max_samples: int, lease_seconds: float) -> Grant:
-        """Grant up to `max_samples`: first those that were granted before and came back, then new tasks within the credit."""
+        """Grant up to `max_samples`: first those that came back, then new tasks within the credit."""
         answer = await self._move("lease_tasks", request_id, max_samples=max_samples, lease_seconds=lease_seconds)
         tasks = tuple(
             GrantedTask(t["group"], t["pos"], t["item"].encode(), tuple((s[0], s[1]) for s in t["samples"]))
             for t in answer.get("leases", ())
         )
-        return Grant(
-            tasks, answer.get("deadline", 0.0), answer.get("waiting_on", ""), answer.get("exhausted", False)
-        )
+        return Grant(tasks, answer.get("deadline", 0.0), answer.get("waiting_on", ""), answer.get("exhausted", False))
 
     async def renew(self, samples: Sequence[tuple[str, int]], lease_seconds: float) -> tuple[str, ...]:
         """Move the deadlines of leases that are still held; gives the ids of those that are not."""
@@ -192,10 +188,10 @@ class Ledger:
         await self._move("put_train_batch", request_id, payload, batch=batch, attempt=attempt)
 
     async def lease_train_batch(self, step: int, incarnation: int) -> tuple[bytes | None, bool]:
-        """The train batch of `step`; also tells whether none can come any more. Raises LeaseLostError when fenced off."""
+        """The train batch of `step`; also tells whether none can come any more. Raises LeaseLostError."""
         answer = await self._move("lease_train_batch", step=step, incarnation=incarnation)
-        payload: bytes | None = await self._redis.get(f"{self._prefix}tb:{step}") if answer["found"] else None
-        return payload, bool(answer["exhausted"])
+        found: Any = await self._redis.get(f"{self._prefix}tb:{step}") if answer["found"] else None
+        return found, answer["exhausted"]
 
     async def ack_train_batch(self, step: int, incarnation: int) -> None:
         """Count the samples of `step` as trained, once. Raises LeaseLostError when fenced off."""

@@ -97,9 +97,7 @@ class Pool:
 
         return await self.wakeups.until("batch", attempt, wait_seconds)
 
-    async def lease_train_batch(
-        self, step: int, incarnation: int, wait_seconds: float
-    ) -> tuple[bytes | None, bool]:
+    async def lease_train_batch(self, step: int, incarnation: int, wait_seconds: float) -> tuple[bytes | None, bool]:
         """The train batch of `step`, waiting until it is there; also tells whether none can come any more."""
 
         async def attempt() -> tuple[tuple[bytes | None, bool], bool]:

@@ -67,5 +67,7 @@ def _trajectory_violations(path: str, trajectory: pb.Trajectory) -> list[Violati
         violations.append(Violation(f"{path}.reward", f"{trajectory.reward}; a finite number is needed"))
     covered = sum(span.end - span.start for span in trajectory.spans)
     if not violations and covered < sum(trajectory.loss_mask):
-        violations.append(Violation(f"{path}.spans", f"cover {covered} of {sum(trajectory.loss_mask)} generated tokens"))
+        violations.append(
+            Violation(f"{path}.spans", f"cover {covered} of {sum(trajectory.loss_mask)} generated tokens")
+        )
     return violations

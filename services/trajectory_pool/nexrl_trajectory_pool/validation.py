@@ -15,12 +15,10 @@ def validation_metrics(payloads: Sequence[bytes], failed: int) -> Mapping[str, f
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     for payload in payloads:
-        for trajectory in pb.SampleResult.FromString(payload).trajectories[-1:]:
-            scores = {"reward": trajectory.reward, **trajectory.reward_components}
-            source = trajectory.metadata.get("data_source")
-            for name, value in scores.items():
-                values[f"val/{name}"].append(value)
-                if source:
-                    values[f"val/{source}/{name}"].append(value)
+        trajectory = pb.SampleResult.FromString(payload).trajectories[-1]
+        source = trajectory.metadata.get("data_source")
+        for prefix in ["val", f"val/{source}"] if source else ["val"]:
+            for name, value in [("reward", trajectory.reward), *trajectory.reward_components.items()]:
+                values[f"{prefix}/{name}"].append(value)
     means = {name: fmean(found) for name, found in values.items()}
     return means | {"val/num_samples": float(len(payloads)), "val/num_failed": float(failed)}

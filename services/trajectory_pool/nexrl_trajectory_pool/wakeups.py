@@ -30,15 +30,18 @@ class WakeUps:
         """Pass on what Redis tells, for as long as the task lives. After a lost connection everyone looks again."""
         while True:
             try:
-                async with self._redis.pubsub() as subscription:
-                    await subscription.subscribe(*self._channels)
-                    await self._tell_all()
-                    async for message in subscription.listen():
-                        if message["type"] == "message":
-                            await self._tell(message["data"].decode())
+                await self._pass_on()
             except (RedisError, OSError) as error:
                 log.warning("wake-ups: %s", error)
                 await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def _pass_on(self) -> None:
+        async with self._redis.pubsub() as subscription:
+            await subscription.subscribe(*self._channels)
+            await self._tell_all()
+            async for message in subscription.listen():
+                if message["type"] == "message":
+                    await self._tell(message["data"].decode())
 
     async def until(
         self, topic: str, attempt: Callable[[], Awaitable[tuple[ResultT, bool]]], wait_seconds: float

@@ -54,7 +54,9 @@ def free_ports(number: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def commands(experiment: Experiment, folder: RunFolder, addresses: Addresses, redis_socket: Path | None) -> list[Command]:
+def commands(
+    experiment: Experiment, folder: RunFolder, addresses: Addresses, redis_socket: Path | None
+) -> list[Command]:
     """Every process of the run, in the order in which they start."""
     return list(_commands(experiment, folder, addresses, redis_socket))
 

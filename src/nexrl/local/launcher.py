@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import redis.asyncio
 
-from nexrl.errors import NexrlError, TrainingFailedError
+from nexrl.errors import NexrlError, TrainingFailedError, UnavailableError
 from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands
 from nexrl.local.report import write_report
@@ -118,21 +118,20 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupted.set)
-        supervisors = []
         self._folder.write_json("endpoints.json", {"controller": self._addresses.controller})
-        try:
-            async with connect(self._addresses.controller) as controller, connect(self._addresses.trajectory_pool) as pool:
+        async with connect(self._addresses.controller) as controller, connect(self._addresses.trajectory_pool) as pool:
+            supervisors: list[asyncio.Task[None]] = []
+            try:
                 for child in self.children:
                     supervisors.append(asyncio.create_task(self._supervise(child, controller)))
-                    if child.name == "redis":
-                        await self._redis_is_up()
+                    await self._until_redis_answers(child)
                 return await self._follow(controller, pool)
-        finally:
-            self._stopping = True
-            await self._stop((*COMPONENTS, *CORE))
-            for task in supervisors:
-                task.cancel()
-            await asyncio.gather(*supervisors, return_exceptions=True)
+            finally:
+                self._stopping = True
+                await self._stop((*COMPONENTS, *CORE))
+                for task in supervisors:
+                    task.cancel()
+                await asyncio.gather(*supervisors, return_exceptions=True)
 
     async def _follow(self, controller: grpc.aio.Channel, pool: grpc.aio.Channel) -> pb.Experiment | None:
         with RunView(self.experiment, self.children) as view:
@@ -162,19 +161,18 @@ class Launcher:
                 await self._stop(COMPONENTS)
         raise AssertionError("a watch has no end")
 
-    async def _redis_is_up(self) -> None:
+    async def _until_redis_answers(self, child: Child) -> None:
+        if child.name != "redis":
+            return
         deadline = time.monotonic() + REDIS_SECONDS
         connection = redis.asyncio.Redis.from_url(self._addresses.redis_url)
         async with contextlib.aclosing(connection):
-            while True:
-                try:
-                    await connection.ping()
-                except (redis.exceptions.RedisError, OSError):
-                    if time.monotonic() > deadline or self._failure.done():
-                        raise
-                    await asyncio.sleep(0.02)
-                else:
-                    return
+            while not await _answers(connection):
+                if time.monotonic() > deadline or self._failure.done():
+                    raise UnavailableError(
+                        f"redis: the private server did not start; see {self._folder.logs}/redis.log"
+                    )
+                await asyncio.sleep(0.02)
 
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
         while True:
@@ -211,6 +209,13 @@ class Launcher:
         for role in roles:
             of_role = [child for child in self.children if child.name.startswith(role)]
             await asyncio.gather(*(child.stop(STOP_SECONDS) for child in of_role))
+
+
+async def _answers(connection: redis.asyncio.Redis) -> bool:
+    try:
+        return bool(await connection.ping())
+    except (redis.exceptions.RedisError, OSError):
+        return False
 
 
 async def _show_pool(channel: grpc.aio.Channel, view: RunView) -> None:

@@ -35,7 +35,7 @@ def write_report(folder: RunFolder, experiment: Experiment, children: Sequence[C
 
 
 def summarize(metrics: Metrics, steps: Metrics) -> dict[str, Any]:
-    """Steps made, reward and the like at both ends, held-out scores, and samples per second between first and last step."""
+    """Steps made, reward and the like at both ends, held-out scores, samples per second."""
     held_out = [line for line in metrics if "val/num_samples" in line]
     summary: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0}
     for name, key in AT_ENDS.items():
@@ -87,7 +87,9 @@ def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
         if ends[1] is not None:
             table.add_row(f"held-out {score}", *_cells(ends))
     console.print(table)
-    console.print(f"{summary['samples_per_second']} samples/s; results, logs and checkpoints: {folder.path}", highlight=False)
+    console.print(
+        f"{summary['samples_per_second']} samples/s; results, logs and checkpoints: {folder.path}", highlight=False
+    )
 
 
 def _cells(values: Iterable[float | None]) -> list[str]:

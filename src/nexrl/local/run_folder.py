@@ -49,10 +49,15 @@ class RunFolder:
         (self.path / name).write_text(json.dumps(content, indent=2) + "\n")
 
     def metrics(self) -> list[dict[str, float]]:
-        """Lines of metrics.jsonl, by step; a step that was replayed counts once, as it went last."""
+        """Lines of metrics.jsonl merged by step, in order; a step that was replayed counts as it went last.
+
+        `time` is that of the training step: what was measured of the same version later does not move it.
+        """
         path = self.path / "metrics.jsonl"
         by_step: dict[float, dict[str, float]] = {}
-        for line in path.read_text().splitlines() if path.exists() else []:
-            values = json.loads(line)
-            by_step.setdefault(values["step"], {}).update(values)
+        for text in path.read_text().splitlines() if path.exists() else []:
+            values = json.loads(text)
+            line = by_step.setdefault(values["step"], values)
+            is_training = "reward_mean" in values or "reward_mean" not in line
+            line.update(values, time=values["time"] if is_training else line["time"])
         return [by_step[step] for step in sorted(by_step)]

@@ -17,7 +17,7 @@ CALL_SECONDS = 5.0
 
 
 async def print_status(run_folder: Path) -> None:
-    """Print phase, modules and errors. Raises NotFoundError for a folder of no run, UnavailableError when it is not on."""
+    """Print phase, modules and errors. Raises NotFoundError for no run, UnavailableError for one that has ended."""
     if not (run_folder / "endpoints.json").is_file():
         raise NotFoundError(f"{run_folder}: not the folder of a run; it has no endpoints.json")
     async with connect(controller_address(run_folder)) as channel:

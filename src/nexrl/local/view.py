@@ -46,7 +46,9 @@ class RunView:
         self._console.print(f"[bold]{self._name}[/bold]: starting {len(self._children)} processes", highlight=False)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live:
             self._live.stop()
 

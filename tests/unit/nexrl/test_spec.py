@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,20 +302,25 @@ def test_every_key_says_what_it_means() -> None:
 
 
 def test_every_number_and_list_has_bounds() -> None:
-    for name, definition in json_schema()["$defs"].items():
+    for name, option in _options():
+        if option.get("type") in {"integer", "number"}:
+            assert {"minimum", "exclusiveMinimum"} & option.keys(), name
+            assert {"maximum", "exclusiveMaximum"} & option.keys(), name
+        if option.get("type") == "array":
+            assert "maxItems" in option, name
+
+
+def _options() -> Iterator[tuple[str, dict[str, Any]]]:
+    for section, definition in json_schema()["$defs"].items():
         for key, node in definition.get("properties", {}).items():
             for option in node.get("anyOf", [node]):
-                if option.get("type") in {"integer", "number"}:
-                    assert {"minimum", "exclusiveMinimum"} & option.keys(), f"{name}.{key}"
-                    assert {"maximum", "exclusiveMaximum"} & option.keys(), f"{name}.{key}"
-                if option.get("type") == "array":
-                    assert "maxItems" in option, f"{name}.{key}"
+                yield f"{section}.{key}", option
 
 
 def test_an_experiment_cannot_be_changed(write: Write) -> None:
     experiment = load_experiment(write())
     with pytest.raises(ValueError, match="frozen"):
-        experiment.spec.trainer.steps = 5
+        experiment.spec.trainer.steps = 5  # type: ignore[misc]  # that is the point
 
 
 def test_the_reference_page_is_up_to_date() -> None:

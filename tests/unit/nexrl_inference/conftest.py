@@ -2,7 +2,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from nexrl_inference import Engine, GenerationRequest, GenerationResult, Limits
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -13,6 +12,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from nexrl_inference import Engine, GenerationRequest, GenerationResult, Limits
 
 VOCABULARY = 23
 EOS = 1

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nexrl_inference import Engine, GenerationRequest, GenerationResult, Limits
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -17,6 +16,7 @@ from nexrl.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from nexrl_inference import Engine, GenerationRequest, GenerationResult, Limits
 
 MakeEngine = Callable[..., Engine]
 Run = Callable[..., dict[str, GenerationResult]]

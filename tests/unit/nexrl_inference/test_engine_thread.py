@@ -3,7 +3,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nexrl_inference import Engine, EngineThread, GenerationRequest, GenerationResult, Limits
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,6 +13,7 @@ from nexrl.errors import (
     NotFoundError,
     UnavailableError,
 )
+from nexrl_inference import Engine, EngineThread, GenerationRequest, GenerationResult, Limits
 
 Reference = Callable[..., Tensor]
 

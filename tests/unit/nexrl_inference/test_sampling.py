@@ -3,8 +3,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nexrl_inference.sampling import SamplingBatch, sample_tokens, sampled_logprobs
 from torch import Tensor
+
+from nexrl_inference.sampling import SamplingBatch, sample_tokens, sampled_logprobs
 
 
 def batch(rows: list[tuple[float, float, int]], uniforms: list[float] | None = None) -> SamplingBatch:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nexrl_trainer.batching import TrainBatch, TrainSequence
-from nexrl_trainer.step import Learner, LearnerSettings
 from transformers import PreTrainedTokenizerBase
 
 from nexrl.models import build_model, build_tokenizer
 from nexrl.spec.experiment import AlgorithmSpec, ModelSpec, ScratchModelSpec
+from nexrl_trainer.batching import TrainBatch, TrainSequence
+from nexrl_trainer.step import Learner, LearnerSettings
 
 _SCRATCH = ScratchModelSpec(
     alphabet="0123456789=", hidden_size=16, intermediate_size=32, layers=2, heads=2, max_positions=32

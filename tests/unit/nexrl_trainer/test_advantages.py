@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from nexrl_trainer.advantages import (
     ADVANTAGES,
     group_mean_advantages,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nexrl_trainer.batching import Aggregation, TrainBatch, TrainSequence, split_batch, token_weights
 
 from nexrl.errors import InvalidArgumentError
+from nexrl_trainer.batching import Aggregation, TrainBatch, TrainSequence, split_batch, token_weights
 
 # Two sequences: prompt 5 6, completion 7 8; prompt 9, completion 10. The first ends with a token that is not trained.
 BATCH = TrainBatch.pack(

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+from nexrl.models import iter_weights
 from nexrl_trainer.batching import TrainBatch
 from nexrl_trainer.checkpoint import (
     CheckpointMetadata,
@@ -16,10 +20,6 @@ from nexrl_trainer.checkpoint import (
     save_checkpoint,
 )
 from nexrl_trainer.step import Learner
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-
-from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
-from nexrl.models import iter_weights
 
 BuildLearner = Callable[..., Learner]
 BuildBatch = Callable[..., TrainBatch]

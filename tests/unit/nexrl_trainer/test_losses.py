@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+
 from nexrl_trainer.losses import (
     LossInputs,
     LossOutputs,
@@ -16,7 +18,6 @@ from nexrl_trainer.losses import (
     reinforce_loss,
     token_entropy,
 )
-from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Reference = Callable[[Array, Array, Array], tuple[Array, Array]]  # logprobs, rollout, advantages -> value, derivative

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nexrl_trainer.batching import TrainBatch, TrainSequence
-from nexrl_trainer.step import Learner, learning_rate
 
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.models import iter_weights
 from nexrl.spec.experiment import AlgorithmSpec
+from nexrl_trainer.batching import TrainBatch, TrainSequence
+from nexrl_trainer.step import Learner, learning_rate
 
 BuildLearner = Callable[..., Learner]
 BuildBatch = Callable[..., TrainBatch]

@@ -120,9 +120,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert self.coordinator.outcome(sync.sync_id) == outcome
         assert not outcome.committed
 
-    @precondition(lambda self: self.coordinator.sync)
+    @precondition(lambda self: self.coordinator.sync or self.coordinator.members)
     @rule(data=st.data())
     def the_broadcast_ends(self, data: st.DataObject) -> None:
+        if self.coordinator.sync is None:
+            self.the_trainer_begins_a_sync(data.draw(st.integers(0, 1)), "x", is_open=True)
+        if self.coordinator.sync is None:
+            return
         sync = self.sync()
         names = [member.replica_id for member in sync.members]
         answers = st.sampled_from([sync.weights.digest, sync.weights.digest, "wrong", ""])
