@@ -88,8 +88,9 @@ guide-check: $(INSTALLED) ## Fail when that page is not up to date
 
 
 .PHONY: quickstart
-quickstart: $(INSTALLED) ## Train the "sort digits" example; STEPS=30 for a shorter run
-	$(BIN)/nexrl run examples/sort-digits/experiment.yaml $(if $(STEPS),trainer.steps=$(STEPS))
+quickstart: $(INSTALLED) ## Train the "sort digits" example; SEED=1 for another seed, STEPS=30 for a shorter run
+	$(BIN)/nexrl run examples/sort-digits/experiment.yaml $(if $(STEPS),trainer.steps=$(STEPS)) \
+	  $(if $(SEED),model.seed=$(SEED) data.seed=$(SEED) inference.seed=$(SEED))
 
 .PHONY: bench
 bench: bench-engine bench-weights bench-loop ## All benchmarks

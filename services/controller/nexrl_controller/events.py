@@ -115,7 +115,7 @@ class MetricsPosted:
         )
         if after.is_trained and after.step < rules.total_steps and after.outcome is None:
             message = f"the data ended after {after.step} of {rules.total_steps} steps"
-            return after.ending(Phase.FAILED, "DataEnded", message)
+            return after.ending(Phase.SUCCEEDED, "DataExhausted", message)
         return after
 
 

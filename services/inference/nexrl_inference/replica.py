@@ -12,6 +12,7 @@ from nexrl.v1 import policy_pb2
 from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.manifest import Manifest
+from nexrl.weights.metrics import POLICY_VERSION
 from nexrl.weights.receiver import WeightReceiver
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl_inference.engine_thread import EngineThread
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.2
 
-POLICY_VERSION = Gauge("nexrl_policy_version", "Policy version that this replica serves.", ["role"])
 RUNNING = Gauge("nexrl_inference_inflight_requests", "Completions being generated.")
 TOKENS = Counter("nexrl_inference_tokens_total", "Tokens generated.")
 

@@ -72,7 +72,7 @@ class AlgorithmProcessor:
         trajectories = [(g, trajectory) for g, sample in samples for trajectory in sample.trajectories]
         rewards_B = np.array([trajectory.reward for _, trajectory in trajectories])
         groups_B = np.array([g for g, _ in trajectories])
-        advantages_B = ADVANTAGES[self.algorithm.advantage](rewards_B, groups_B)
+        advantages_B = self._advantages(rewards_B, groups_B)
         batch = TrainBatch.pack(
             [_sequence(t, advantage) for (_, t), advantage in zip(trajectories, advantages_B, strict=True)]
         )
@@ -93,6 +93,11 @@ class AlgorithmProcessor:
             sample_ids=[sample.sample_id for _, sample in samples],
             data_cursor=lease.data_cursor,
         )
+
+    def _advantages(self, rewards_B: NDArray[np.float64], groups_B: NDArray[np.int64]) -> NDArray[np.float32]:
+        if self.algorithm.type == "mock":
+            return rewards_B.astype(np.float32)
+        return ADVANTAGES[self.algorithm.advantage](rewards_B, groups_B)
 
     async def lease_batch(self) -> pool_pb.LeaseBatchResponse:
         """The next batch from the trajectory pool; waits for it."""

@@ -15,7 +15,7 @@ from nexrl.weights.transport import Sender
 from nexrl_trainer.loop import Checkpoints, TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, ReferenceLogprobs
 from nexrl_trainer.service import TrainerServicer
-from nexrl_trainer.step import Learner, LearnerSettings
+from nexrl_trainer.step import Learner, LearnerSettings, MockLearner
 
 
 def main() -> None:
@@ -63,7 +63,8 @@ def build_learner(spec: ExperimentSpec) -> Learner:
     settings = LearnerSettings(
         spec.algorithm, spec.trainer.steps, spec.rollout.temperature, spec.trainer.max_tokens_per_micro_batch
     )
-    return Learner(build_model(spec.model, spec.model.seed), settings)
+    learner = MockLearner if spec.trainer.backend == "mock" else Learner
+    return learner(build_model(spec.model, spec.model.seed), settings)
 
 
 def reference_logprobs(spec: ExperimentSpec) -> ReferenceLogprobs | None:

@@ -237,6 +237,19 @@ class Learner:
         return torch.from_numpy(array).to(self.model.device)
 
 
+class MockLearner(Learner):
+    """trainer.backend mock: counts steps and changes no weight, for trying the machinery around training."""
+
+    def forward_backward(
+        self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
+    ) -> LossMetrics:
+        return _LossTotals().metrics(sequence_count=len(batch.lengths_B))
+
+    def optimizer_step(self) -> OptimizerMetrics:
+        self.step += 1
+        return OptimizerMetrics(step=self.step, lr=0.0, grad_norm=0.0)
+
+
 class _LossTotals:
     """Sums over micro-batches, on the model's device until the end: a read-back per micro-batch would stall a GPU."""
 

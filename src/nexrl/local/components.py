@@ -72,7 +72,7 @@ def _commands(
         "trajectory-pool": addresses.trajectory_pools,
         "weight-sync": [addresses.weight_sync],
         "trainer": [f"{LOOPBACK}:0"],
-        "inference": [f"{LOOPBACK}:0"] * (0 if spec.rollout.type == "mock" else spec.inference.replicas),
+        "inference": [f"{LOOPBACK}:0"] * spec.inference.replicas,
         "rollout": [f"{LOOPBACK}:0"] * spec.rollout.replicas,
     }
     threads = {"trainer": spec.trainer.threads, "inference": spec.inference.threads}

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import redis.asyncio
 
 from nexrl.errors import NexrlError, TrainingFailedError, UnavailableError
 from nexrl.local.child import Child
@@ -47,7 +46,7 @@ COMPONENTS = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool
 CONFIGURATION_EXITS = (2, 4)
 INTERRUPTED_EXIT = 130
 
-TERMINAL = {pb.PHASE_SUCCEEDED, pb.PHASE_FAILED}
+TERMINAL = {pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_SUSPENDED}
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) ->
 
 async def _run(experiment: Experiment, options: RunOptions) -> int:
     if experiment.spec.redis.url:
-        await _prepare_redis(experiment)
+        await _prepare_redis(experiment.spec.redis.url, experiment)
     folder = RunFolder(options.root, experiment)
     addresses, redis_socket = choose_addresses(experiment, options.port)
     launcher = Launcher(experiment, folder, addresses, redis_socket)
@@ -88,14 +87,12 @@ async def _run(experiment: Experiment, options: RunOptions) -> int:
     return 0
 
 
-async def _prepare_redis(experiment: Experiment) -> None:
-    """Check that the given Redis answers; forget an earlier run of this name unless it is to be resumed."""
-    connection = await connect_redis(experiment.spec.redis.url or "")
-    async with contextlib.aclosing(connection):
-        if experiment.spec.resume.mode != "auto":
-            pattern = f"nexrl:{{{experiment.metadata.name}/*"
-            async for key in connection.scan_iter(match=pattern, count=1000):
-                await connection.unlink(key)
+async def _prepare_redis(url: str, experiment: Experiment) -> None:
+    """Check that Redis answers, and forget an earlier run of this name; one that is resumed keeps its ledger."""
+    forgotten = "controller}" if experiment.spec.resume.mode == "auto" else ""
+    async with contextlib.aclosing(await connect_redis(url)) as connection:
+        async for key in connection.scan_iter(match=f"nexrl:{{{experiment.metadata.name}/{forgotten}*", count=1000):
+            await connection.unlink(key)
 
 
 class Launcher:
@@ -165,13 +162,12 @@ class Launcher:
         if child.name != "redis":
             return
         deadline = time.monotonic() + REDIS_SECONDS
-        connection = redis.asyncio.Redis.from_url(self._addresses.redis_url)
-        async with contextlib.aclosing(connection):
-            while not await _answers(connection):
+        while True:
+            try:
+                return await _prepare_redis(self._addresses.redis_url, self.experiment)
+            except UnavailableError:
                 if time.monotonic() > deadline or self._failure.done():
-                    raise UnavailableError(
-                        f"redis: the private server did not start; see {self._folder.logs}/redis.log"
-                    )
+                    raise
                 await asyncio.sleep(0.02)
 
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
@@ -209,13 +205,6 @@ class Launcher:
         for role in roles:
             of_role = [child for child in self.children if child.name.startswith(role)]
             await asyncio.gather(*(child.stop(STOP_SECONDS) for child in of_role))
-
-
-async def _answers(connection: redis.asyncio.Redis) -> bool:
-    try:
-        return bool(await connection.ping())
-    except (redis.exceptions.RedisError, OSError):
-        return False
 
 
 async def _show_pool(channel: grpc.aio.Channel, view: RunView) -> None:

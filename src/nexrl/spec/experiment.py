@@ -228,7 +228,7 @@ class RolloutSpec(Section):
         default="simple",
         description="simple: one prompt, one completion, a reward function; single_turn_math: the same, graded "
         "as mathematics; "
-        "agent: an environment owns the conversation; mock: made-up trajectories without an engine.",
+        "agent: an environment owns the conversation; mock: made-up trajectories that never ask the engine.",
     )
     replicas: Replicas = Field(default=1, description="Rollout processes (pods).")
     workers: int = Field(default=32, ge=1, le=4096, description="Samples produced at the same time by each process.")
@@ -329,7 +329,7 @@ class AlgorithmSpec(Section):
     """Advantages, loss and optimizer."""
 
     type: Literal["grpo", "mock"] = Field(
-        default="grpo", description="grpo: group-relative policy optimisation; mock: batches pass unprepared."
+        default="grpo", description="grpo: group-relative policy optimisation; mock: rewards as they are."
     )
     advantage: Literal["group_mean", "group_mean_std", "rloo"] = Field(
         default="group_mean",
@@ -435,11 +435,6 @@ class WeightSyncSpec(Section):
     bucket_bytes: int = Field(
         default=64 * 2**20, ge=1024, le=2**30, description="Size (bytes) of the packed buckets that are broadcast."
     )
-    path: Location | None = Field(
-        default=None,
-        description="Folder, relative to this file, for weights passed through shared storage; none = weights/ "
-        "in the run's folder.",
-    )
 
     @field_validator("staleness_threshold")
     @classmethod
@@ -453,9 +448,9 @@ class WeightSyncSpec(Section):
 class InferenceSpec(Section):
     """The engines that sample from the policy."""
 
-    backend: Literal["builtin", "vllm", "mock"] = Field(
+    backend: Literal["builtin", "vllm"] = Field(
         default="builtin",
-        description="builtin: the PyTorch engine of this project; vllm: `vllm serve`; mock: fixed completions.",
+        description="builtin: the PyTorch engine of this project; vllm: `vllm serve`, not supported yet.",
     )
     url: str | None = Field(
         default=None,
@@ -476,9 +471,6 @@ class InferenceSpec(Section):
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of PyTorch.")
     max_retries: int = Field(default=3, ge=0, le=100, description="Times a failed request is sent again.")
-    freeze_for_weight_sync: bool = Field(
-        default=True, description="Whether requests wait while a replica takes new weights."
-    )
     seed: Seed = Field(default=0, description="Seed of sampling.")
 
     @field_validator("url")

@@ -35,7 +35,6 @@ _RELATIVE_PATHS = (
     ("validation", "data", "path"),
     ("model", "path"),
     ("checkpoint", "path"),
-    ("weightSync", "path"),
     ("resume", "path"),
 )
 _ROOT_KEYS = ("apiVersion", "kind", "metadata")
@@ -284,11 +283,8 @@ def _missing_model(model: ModelSpec) -> list[Violation]:
 
 def _missing_inference(inference: InferenceSpec) -> list[Violation]:
     violations = []
-    if inference.backend == "vllm" and inference.url is None and importlib.util.find_spec("vllm") is None:
-        described = (
-            '"vllm" needs the package vllm, which is not installed: install it, give inference.url, or use builtin'
-        )
-        violations.append(Violation("spec.inference.backend", described))
+    if inference.backend == "vllm":
+        violations.append(Violation("spec.inference.backend", '"vllm" is not supported yet; allowed: builtin'))
     if inference.api_key_env is not None and inference.api_key_env not in os.environ:
         described = f"the environment has no variable {inference.api_key_env}"
         violations.append(Violation("spec.inference.apiKeyEnv", described))
