@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 
 import grpc
 from prometheus_client import Counter, Gauge
@@ -35,6 +36,7 @@ class Replica:
         self._receiver = receiver
         self._identity = identity
         self._changed = asyncio.Event()
+        self._first_commit = asyncio.Event()
         RUNNING.set_function(lambda: engine.active_rows)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -45,7 +47,11 @@ class Replica:
 
     async def receive(self, sync_id: str, rendezvous: Rendezvous, manifest: Manifest) -> str:
         """Receive a version beside the one being served; gives the digest of what arrived."""
-        return await self._receiver.receive(sync_id, rendezvous, manifest)
+        try:
+            return await self._receiver.receive(sync_id, rendezvous, manifest)
+        except NexrlError:
+            self._changed.set()  # it was put out of the group: register again at once
+            raise
 
     async def commit(self, sync_id: str) -> None:
         """Serve the version that `sync_id` brought, from the next decode step on. Once more is once."""
@@ -55,7 +61,7 @@ class Replica:
         await self._engine.load_weights(staged.tensors, staged.policy_version)
         self._receiver.mark_served(staged)
         POLICY_VERSION.labels("inference").set(staged.policy_version)
-        self._changed.set()
+        self._first_commit.set()
 
     def state(self) -> policy_pb2.Replica:
         """The replica as it sees itself."""
@@ -77,16 +83,16 @@ class Replica:
 
     async def wait_committed(self) -> None:
         """Return when a first version is served."""
-        while self._receiver.policy_version < 0:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._first_commit.wait()
 
     async def keep_registered(self, channel: grpc.aio.Channel, model_tag: str) -> None:
         """Hold a place among the replicas for as long as the task lives, and give it up at its end."""
         try:
             while True:
+                self._changed.clear()
                 next_seconds = await self._register(channel, model_tag)
-                await asyncio.sleep(next_seconds)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), next_seconds)
         finally:
             request = pb.DeregisterReplicaRequest(
                 request_id=new_request_id(), model_tag=model_tag, replica_id=self._identity.replica_id

@@ -6,18 +6,20 @@
 --
 -- Keys, below the prefix:
 --   meta        hash    counters: samples by state, cursor, numbers of the next group and batch, versions
---   g:<group>   hash    pos | item: the task; n: size; ended, left: counts; leaves; s<k>: "state:attempt:failures"
+--   g:<group>   hash    pos | item: the task; n: size; ended, left, lost, credited: counts; leaves; used: 1 once in a batch;
+--                       s<k>: "state:attempt:failures"; v<k>: oldest policy version
 --   t:<group>   hash    k -> payload of a produced sample
 --   open        list    samples that were granted once and wait to be granted again
 --   items       list    tasks that were added by hand
 --   lease       zset    leased samples by deadline
 --   leaf:<name> list    produced samples that wait for their group
---   ready       list    complete groups (JSON), oldest first
+--   leaves      set     names of the leaves that wait, where a group may span tasks
+--   ready       list    groups that go into a batch together (JSON), oldest first
 --   b:<batch>   hash    groups, n, state (formed, leased, acked), attempt, cursor
 --   formed      zset    batches that may be leased, by number
 --   batchlease  zset    leased batches by deadline
 --   tb:<batch>  string  payload of a train batch      tb    hash    batch -> queued | trained
---   req:<id>    string  answer to a request, kept REQUEST_SECONDS
+--   req:<move>:<id>     answer to a request, kept REQUEST_SECONDS
 local REQUEST_SECONDS = 120
 local EXPIRE_AT_ONCE = 200
 
@@ -58,11 +60,17 @@ local function set_row(group, k, r)
   redis.call("HSET", key("g:" .. group), "s" .. k, r.state .. ":" .. r.attempt .. ":" .. r.failures)
 end
 
+-- The first batch that holds a sample of a task of the data set has used up that task, and so has its loss.
+local function use(group)
+  local g = key("g:" .. group)
+  if redis.call("HEXISTS", g, "pos") == 1 and redis.call("HSETNX", g, "used", 1) == 1 then add("unused", -1) end
+end
+
 -- A group's rows go when every sample of it is in an acknowledged batch or dropped.
 local function settle(group, samples)
   if redis.call("HINCRBY", key("g:" .. group), "left", -samples) == 0 then
+    use(group)
     redis.call("DEL", key("g:" .. group), key("t:" .. group))
-    add("groups", -1)
   end
 end
 
@@ -78,28 +86,49 @@ end
 
 -- what may be granted and what may be batched -----------------------------------------------------------------------
 
+local function version() return math.max(count("version"), 0) end
+
 local function credit()
   if a.unlimited then return math.huge end
   local used = count("granted") - count("refunded") + count("start_steps") * a.batch_size
-  return math.max(0, (a.staleness + math.max(count("version"), 0) + 1) * a.batch_size - used)
+  return math.max(0, (a.staleness + version() + 1) * a.batch_size - used)
 end
 
 local function data_left()
   return redis.call("LLEN", key("items")) > 0 or a.positions < 0 or count("cursor") < a.positions
 end
 
-local function exhausted()
-  return not data_left() and count("open") == 0 and count("leased") == 0
+local function idle()
+  return count("open") == 0 and count("leased") == 0
 end
 
-local function batch_credit()
-  local idle = count("open") == 0 and count("leased") == 0 and (count("grouping") == 0 or not a.scoped)
+-- What a batch of `size` may take from the ready groups now; 0 when it is to wait.
+local function batch_credit(size)
   local ready = count("ready_credit")
   if ready == 0 then return 0 end
-  if idle and not data_left() then return math.min(ready, a.batch_size) end -- the last, smaller batch
-  if a.needs_idle and not (idle and credit() < (a.scoped and a.samples_per_task or 1)) then return 0 end
-  if a.needs_size and ready < a.batch_size then return 0 end
-  return a.needs_size and a.batch_size or ready
+  if idle() and not data_left() then return math.min(ready, size) end -- the last, smaller batch
+  if a.needs_idle and not (idle() and credit() < (a.scoped and a.samples_per_task or 1)) then return 0 end
+  if a.needs_size and ready < size then return 0 end
+  return a.needs_size and size or ready
+end
+
+-- Groups that span tasks are stranded when nothing that is granted, or may yet be granted, can fill them.
+local function stranded(size)
+  if a.scoped or a.unlimited or count("grouping") == 0 or not idle() or batch_credit(size) > 0 then return false end
+  return not data_left() or (credit() < 1 and count("next_batch") <= version())
+end
+
+local function smallest_asked()
+  return tonumber(redis.call("HGET", META, "asked") or a.batch_size)
+end
+
+local function exhausted()
+  return not data_left() and idle()
+end
+
+-- Nothing is left that a batch could still be made of.
+local function used_up()
+  return exhausted() and count("ready") == 0 and (count("grouping") == 0 or a.unlimited)
 end
 
 local function refund(samples)
@@ -110,7 +139,8 @@ end
 
 -- Wakes those who wait, and nobody in vain: a wake-up costs every waiter a look.
 local function tell_progress()
-  if batch_credit() > 0 then wake("batch") end
+  local size = smallest_asked()
+  if batch_credit(size) > 0 or stranded(size) then wake("batch") end
   if exhausted() then
     wake("tasks")
     wake("batch")
@@ -120,43 +150,61 @@ end
 
 -- groups ----------------------------------------------------------------------------------------------------------
 
--- `credit` is what a batch pays for the group: the size it was granted with, so that a group that lost samples
--- still takes its place in the batch, and one that is dropped whole gives its place back.
-local function release(leaf, samples, credit)
-  local oldest
-  for _, id in ipairs(samples) do
-    local group, k = split_id(id)
-    local version = tonumber(redis.call("HGET", key("g:" .. group), "v" .. k))
-    if not oldest or version < oldest then oldest = version end
+-- `groups` go into a batch together: all leaves of one task, or one leaf that spans tasks. `credit` is what the batch
+-- pays for them: as many samples as were granted, so that a task that lost samples still takes its place in the batch,
+-- and one that is dropped whole gives its place back.
+local function release(groups, credit)
+  local oldest, samples = math.huge, 0
+  for _, leaf in ipairs(groups) do
+    for _, id in ipairs(leaf.samples) do
+      local group, k = split_id(id)
+      oldest = math.min(oldest, tonumber(redis.call("HGET", key("g:" .. group), "v" .. k)))
+      samples = samples + 1
+    end
   end
-  redis.call("RPUSH", key("ready"), cjson.encode({ name = leaf, samples = samples, oldest = oldest, credit = credit }))
-  add("grouping", -#samples)
-  add("ready", #samples)
+  redis.call("RPUSH", key("ready"), cjson.encode({ groups = groups, oldest = oldest, credit = credit }))
+  add("grouping", -samples)
+  add("ready", samples)
   add("ready_credit", credit)
 end
 
-local function close_leaf(group, leaf, samples)
-  redis.call("DEL", key("leaf:" .. leaf))
-  if a.release_incomplete then
-    redis.call("HINCRBY", key("g:" .. group), "credited", a.leaf_size)
-    release(leaf, samples, a.leaf_size)
-    return
-  end
-  for _, id in ipairs(samples) do
-    local _, k = split_id(id)
-    drop(group, k, "grouping", "incomplete_group")
-  end
+local function take_leaf(name)
+  local samples = redis.call("LRANGE", key("leaf:" .. name), 0, -1)
+  redis.call("DEL", key("leaf:" .. name))
+  redis.call("SREM", key("leaves"), name)
+  return { name = name, samples = samples }
 end
 
--- Every sample of the task has ended: its incomplete leaves are released smaller or dropped, by policy.
-local function close_group(group)
-  local g = redis.call("HMGET", key("g:" .. group), "n", "leaves")
-  for _, leaf in ipairs(cjson.decode(g[2] or "[]")) do
-    local samples = redis.call("LRANGE", key("leaf:" .. leaf), 0, -1)
-    if #samples > 0 then close_leaf(group, leaf, samples) end
+-- Incomplete groups are released smaller or dropped, by policy.
+local function close(groups, credit)
+  if a.release_incomplete and #groups > 0 then return release(groups, credit) end
+  for _, leaf in ipairs(groups) do
+    for _, id in ipairs(leaf.samples) do
+      local group, k = split_id(id)
+      drop(group, k, "grouping", "incomplete_group")
+    end
   end
-  local credited = tonumber(redis.call("HGET", key("g:" .. group), "credited") or 0)
-  refund(math.max(0, tonumber(g[1]) - credited))
+  refund(credit)
+end
+
+-- Every sample of the task has ended.
+local function close_group(group)
+  local g = redis.call("HMGET", key("g:" .. group), "n", "credited", "leaves")
+  local groups = {}
+  for _, name in ipairs(cjson.decode(g[3] or "[]")) do
+    local leaf = take_leaf(name)
+    if #leaf.samples > 0 then groups[#groups + 1] = leaf end
+  end
+  close(groups, tonumber(g[1]) - tonumber(g[2] or 0))
+end
+
+local function close_stranded()
+  local names = redis.call("SMEMBERS", key("leaves"))
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local leaf = take_leaf(name)
+    close({ leaf }, #leaf.samples)
+  end
 end
 
 -- A sample has reached its end (produced or dropped); the last one of a group closes it.
@@ -220,13 +268,13 @@ local function issue(size)
     redis.call("HSET", g, "item", item)
   else
     redis.call("HSET", g, "pos", add("cursor", 1) - 1)
+    add("unused", 1)
   end
   redis.call("HSET", g, "n", size, "left", size)
   for k = 0, size - 1 do
     set_row(group, k, { state = "open", attempt = 0, failures = 0 })
     redis.call("RPUSH", key("open"), group .. "." .. k)
   end
-  add("groups", 1)
   add("granted", size)
   add("open", size)
 end
@@ -248,19 +296,22 @@ local function take_open(samples)
   return taken
 end
 
-local function waiting_on()
-  if redis.call("HGET", META, "hold") then return "validation" end
-  if not data_left() then return "data" end
-  return "credit"
+-- Training waits while a version is validated; validation samples are granted in a round only.
+local function is_held()
+  if a.unlimited then return not redis.call("HGET", META, "round") end
+  return redis.call("HGET", META, "hold") and true or false
+end
+
+local function can_lease()
+  local unit = a.scoped and a.samples_per_task or 1
+  return not is_held() and (count("open") > 0 or (data_left() and credit() >= unit))
 end
 
 local moves = {}
 
 function moves.lease_tasks()
   expire()
-  if redis.call("HGET", META, "hold") and not a.unlimited then
-    return { empty = true, waiting_on = "validation", exhausted = false }
-  end
+  if is_held() then return { empty = true, waiting_on = "validation", exhausted = false } end
   while count("open") < a.max_samples and data_left() do
     local free = credit()
     local size = a.samples_per_task
@@ -280,7 +331,9 @@ function moves.lease_tasks()
     end
     lease.samples[#lease.samples + 1] = { sample.id, sample.attempt }
   end
-  if #leases == 0 then return { empty = true, waiting_on = waiting_on(), exhausted = exhausted() } end
+  if #leases == 0 then
+    return { empty = true, waiting_on = data_left() and "credit" or "data", exhausted = exhausted() }
+  end
   return { leases = leases, deadline = now + a.lease_seconds }
 end
 
@@ -331,20 +384,22 @@ end
 
 -- trajectories ----------------------------------------------------------------------------------------------------
 
-local function join_leaf(group, id, leaf)
+local function join_leaf(group, id, name)
   local g = key("g:" .. group)
-  local leaves = cjson.decode(redis.call("HGET", g, "leaves") or "[]")
-  local is_known = false
-  for _, name in ipairs(leaves) do is_known = is_known or name == leaf end
-  if not is_known then
-    leaves[#leaves + 1] = leaf
-    redis.call("HSET", g, "leaves", cjson.encode(leaves))
+  if a.scoped then
+    local leaves = cjson.decode(redis.call("HGET", g, "leaves") or "[]")
+    local is_known = false
+    for _, known in ipairs(leaves) do is_known = is_known or known == name end
+    if not is_known then
+      leaves[#leaves + 1] = name
+      redis.call("HSET", g, "leaves", cjson.encode(leaves))
+    end
+  else
+    redis.call("SADD", key("leaves"), name)
   end
-  if redis.call("RPUSH", key("leaf:" .. leaf), id) >= a.leaf_size then
-    local samples = redis.call("LRANGE", key("leaf:" .. leaf), 0, -1)
-    redis.call("DEL", key("leaf:" .. leaf))
-    redis.call("HINCRBY", g, "credited", #samples)
-    release(leaf, samples, #samples)
+  if redis.call("RPUSH", key("leaf:" .. name), id) >= a.leaf_size then
+    redis.call("HINCRBY", g, "credited", a.leaf_size)
+    release({ take_leaf(name) }, a.leaf_size)
   end
 end
 
@@ -388,9 +443,11 @@ end
 -- batches ---------------------------------------------------------------------------------------------------------
 
 local function drop_stale(entry)
-  for _, id in ipairs(entry.samples) do
-    local group, k = split_id(id)
-    drop(group, k, "ready", "stale")
+  for _, leaf in ipairs(entry.groups) do
+    for _, id in ipairs(leaf.samples) do
+      local group, k = split_id(id)
+      drop(group, k, "ready", "stale")
+    end
   end
   add("ready_credit", -entry.credit)
   refund(entry.credit)
@@ -408,49 +465,57 @@ local function drop_stale_groups(batch)
   end
 end
 
-local function form_batch()
+local function form_batch(size)
   local batch = count("next_batch")
   drop_stale_groups(batch)
-  local wanted = batch_credit()
+  if stranded(size) then close_stranded() end
+  local wanted = batch_credit(size)
   if wanted == 0 then return nil end
   local groups, samples, taken = {}, 0, 0
   while taken < wanted do
-    local encoded = redis.call("LPOP", key("ready"))
-    if not encoded then break end
-    local entry = cjson.decode(encoded)
-    groups[#groups + 1] = entry
-    samples = samples + #entry.samples
+    local entry = cjson.decode(redis.call("LPOP", key("ready")))
     taken = taken + entry.credit
+    for _, leaf in ipairs(entry.groups) do
+      groups[#groups + 1] = leaf
+      samples = samples + #leaf.samples
+      for _, id in ipairs(leaf.samples) do use((split_id(id))) end
+    end
   end
   add("ready", -samples)
   add("ready_credit", -taken)
   add("batched", samples)
   add("next_batch", 1)
   redis.call("HSET", key("b:" .. batch), "groups", cjson.encode(groups), "n", samples, "state", "formed", "attempt", 0,
-    "cursor", math.max(0, count("cursor") - count("groups") + #groups))
+    "cursor", math.max(0, count("cursor") - count("unused")))
   redis.call("ZADD", key("formed"), batch, batch)
   return batch
 end
 
+local function no_batch()
+  local is_last = used_up() and redis.call("ZCARD", key("batchlease")) == 0
+  if is_last then wake("train") end
+  return { empty = true, exhausted = is_last }
+end
+
 function moves.lease_batch()
   expire()
+  local size = a.size or a.batch_size
+  if size < smallest_asked() then redis.call("HSET", META, "asked", size) end
   local first = redis.call("ZRANGE", key("formed"), 0, 0)[1]
   if not first then
     if redis.call("ZCARD", key("batchlease")) + redis.call("HLEN", key("tb")) - count("kept") >= a.max_queued then
       return { empty = true, exhausted = false }
     end
-    first = form_batch()
+    first = form_batch(size)
   end
-  if not first then
-    return { empty = true, exhausted = exhausted() and count("ready") == 0 and redis.call("ZCARD", key("batchlease")) == 0 }
-  end
+  if not first then return no_batch() end
   local b = key("b:" .. first)
   redis.call("ZREM", key("formed"), first)
   redis.call("ZADD", key("batchlease"), now + a.lease_seconds, first)
   redis.call("HSET", b, "state", "leased")
   local attempt = redis.call("HINCRBY", b, "attempt", 1)
-  local row_ = redis.call("HMGET", b, "groups", "cursor")
-  return { batch = tonumber(first), attempt = attempt, groups = cjson.decode(row_[1]), cursor = tonumber(row_[2]) }
+  local fields = redis.call("HMGET", b, "groups", "cursor")
+  return { batch = tonumber(first), attempt = attempt, groups = cjson.decode(fields[1]), cursor = tonumber(fields[2]) }
 end
 
 local function owned_batch(batch, attempt)
@@ -478,11 +543,8 @@ function moves.put_train_batch()
   redis.call("HSET", key("tb"), a.batch, "queued")
   redis.call("ZREM", key("batchlease"), a.batch)
   redis.call("HSET", b, "state", "acked")
-  for _, entry in ipairs(cjson.decode(redis.call("HGET", b, "groups"))) do
-    for _, id in ipairs(entry.samples) do
-      local group = split_id(id)
-      settle(group, 1)
-    end
+  for _, leaf in ipairs(cjson.decode(redis.call("HGET", b, "groups"))) do
+    for _, id in ipairs(leaf.samples) do settle(split_id(id), 1) end
   end
   wake("train")
   return {}
@@ -503,7 +565,7 @@ function moves.lease_train_batch()
     return fail("FAILED_PRECONDITION", "step " .. a.step .. ": a committed checkpoint contains it")
   end
   if redis.call("HEXISTS", key("tb"), a.step) == 1 then return { found = true, exhausted = false } end
-  return { found = false, exhausted = a.step >= count("next_batch") and exhausted() and count("ready") == 0 }
+  return { found = false, exhausted = a.step >= count("next_batch") and used_up() }
 end
 
 function moves.ack_train_batch()
@@ -542,9 +604,11 @@ function moves.commit_checkpoint()
 end
 
 function moves.resume()
-  if count("granted") == 0 and count("incarnation") == 0 then
+  -- The first trainer says where this ledger begins, also when workers have leased before it came.
+  if count("incarnation") == 0 and count("next_batch") == 0 then
     redis.call("HSET", META, "start_steps", a.steps, "next_batch", a.steps, "trained_steps", a.steps,
-      "durable_steps", a.steps, "cursor", a.cursor, "version", a.steps)
+      "durable_steps", a.steps, "cursor", math.max(a.cursor, count("cursor")), "version", a.steps)
+    wake("tasks")
   end
   if a.steps < count("durable_steps") or a.steps > count("trained_steps") then
     return fail("FAILED_PRECONDITION", "steps " .. a.steps .. ": the ledger can resume from " .. count("durable_steps") ..
@@ -593,9 +657,30 @@ function moves.unhold()
   return {}
 end
 
-function moves.clear()
-  for group = 0, count("next_group") - 1 do redis.call("DEL", key("g:" .. group), key("t:" .. group)) end
-  redis.call("DEL", META, key("open"), key("lease"), key("items"), key("ready"))
+-- Group numbers go on from round to round, so that a late result of one round is none of the next.
+local function forget_round()
+  local next_group = count("next_group")
+  for group = count("first_group"), next_group - 1 do redis.call("DEL", key("g:" .. group), key("t:" .. group)) end
+  redis.call("DEL", META, key("open"), key("lease"), key("items"))
+  redis.call("HSET", META, "first_group", next_group, "next_group", next_group)
+end
+
+function moves.begin_round()
+  local running = redis.call("HGET", META, "round")
+  if running and tonumber(running) ~= a.version then
+    return fail("FAILED_PRECONDITION", "policy_version: " .. a.version .. ": version " .. running .. " is being validated")
+  end
+  if not running then
+    forget_round()
+    redis.call("HSET", META, "round", a.version)
+  end
+  wake("tasks")
+  return {}
+end
+
+function moves.end_round()
+  if tonumber(redis.call("HGET", META, "round") or -1) == a.version then forget_round() end
+  wake("ended")
   return {}
 end
 
@@ -608,13 +693,15 @@ function moves.expire()
 end
 
 function moves.state()
-  return { meta = redis.call("HGETALL", META), credit = math.min(credit(), 2 ^ 53), data_left = data_left(),
-           exhausted = exhausted(), queued = redis.call("HLEN", key("tb")) - count("kept") }
+  return { meta = redis.call("HGETALL", META), credit = math.min(credit(), 2 ^ 53), can_lease = can_lease(),
+           exhausted = exhausted(), queued = redis.call("HLEN", key("tb")) - count("kept"),
+           added = redis.call("LLEN", key("items")),
+           unprocessed = redis.call("ZCARD", key("formed")) + redis.call("ZCARD", key("batchlease")) }
 end
 
 -- dispatch --------------------------------------------------------------------------------------------------------
 
-local request = key("req:" .. request_id)
+local request = key("req:" .. move .. ":" .. request_id)
 if request_id ~= "" then
   local first_answer = redis.call("GET", request)
   if first_answer then return first_answer end

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
-from nexrl.errors import error_class
+from nexrl.errors import LeaseLostError, error_class
 from nexrl.store import Redis
 
 SCRIPT = resources.files(__package__).joinpath("ledger.lua").read_text()
@@ -96,12 +96,23 @@ class LedgerState:
     counters: Mapping[str, int]
     dropped: Mapping[str, int]
     credit: int
-    queued_train_batches: int
-    data_left: bool
+    can_lease: bool
+    """True when lease_tasks would grant something now."""
     exhausted: bool
+    """True when nothing is left to grant and nothing granted can come back."""
+    added_tasks: int
+    """Tasks added by hand that were not granted yet."""
+    unprocessed_batches: int
+    """Batches formed or leased that are no train batches yet."""
+    queued_train_batches: int
 
     def __getitem__(self, name: str) -> int:
         return self.counters.get(name, 0)
+
+    @property
+    def round(self) -> int | None:
+        """The version of the running validation round; None when there is none."""
+        return self.counters.get("round")
 
     @property
     def in_flight(self) -> int:
@@ -170,12 +181,18 @@ class Ledger:
     async def lease_batch(
         self, request_id: str, lease_seconds: float, batch_size: int = 0
     ) -> tuple[GrantedBatch | None, bool]:
-        """Lease the oldest unacknowledged batch, else form the next; also tells whether none can come any more."""
-        size = {"batch_size": batch_size} if batch_size else {}
+        """Lease the oldest unacknowledged batch, else form the next, of `batch_size` samples where it is not 0.
+
+        Also tells whether none can come any more. Raises LeaseLostError when the batch was trained meanwhile, as when a
+        request is repeated very late.
+        """
+        size = {"size": batch_size} if batch_size else {}
         answer = await self._move("lease_batch", request_id, lease_seconds=lease_seconds, **size)
         if "batch" not in answer:
             return None, answer["exhausted"]
         payloads = await self._payloads([sample for g in answer["groups"] for sample in g["samples"]])
+        if None in payloads.values():
+            raise LeaseLostError(f"batch {answer['batch']}: the lease was lost")
         groups = tuple((g["name"], tuple(payloads[sample] for sample in g["samples"])) for g in answer["groups"])
         return GrantedBatch(answer["batch"], answer["attempt"], groups, answer["cursor"]), False
 
@@ -221,9 +238,13 @@ class Ledger:
         """Grant training tasks again."""
         await self._move("unhold", version=version)
 
-    async def clear(self) -> None:
-        """Delete everything (a validation round that has ended)."""
-        await self._move("clear")
+    async def begin_round(self, version: int) -> None:
+        """Grant the tasks of one validation round. Raises FailedPreconditionError while another version's round runs."""
+        await self._move("begin_round", version=version)
+
+    async def end_round(self, version: int) -> None:
+        """Grant nothing more, and delete the round's samples; a result that comes later is fenced off."""
+        await self._move("end_round", version=version)
 
     async def expire(self) -> float | None:
         """Take back leases that ran out; gives the seconds until the next one does."""
@@ -237,14 +258,21 @@ class Ledger:
         counters = {k: int(v) for k, v in zip(flat[::2], flat[1::2], strict=True)}
         dropped = {k.removeprefix("dropped:"): v for k, v in counters.items() if k.startswith("dropped:")}
         return LedgerState(
-            counters, dropped, int(answer["credit"]), answer["queued"], answer["data_left"], answer["exhausted"]
+            counters=counters,
+            dropped=dropped,
+            credit=int(answer["credit"]),
+            can_lease=answer["can_lease"],
+            exhausted=answer["exhausted"],
+            added_tasks=answer["added"],
+            unprocessed_batches=answer["unprocessed"],
+            queued_train_batches=answer["queued"],
         )
 
     async def produced(self) -> list[bytes]:
         """Payloads of all produced samples (of a validation round, which forms no batches)."""
-        groups = (await self.state())["next_group"]
+        state = await self.state()
         pipeline = self._redis.pipeline(transaction=False)
-        for group in range(groups):
+        for group in range(state["first_group"], state["next_group"]):
             pipeline.hvals(f"{self._prefix}t:{group}")
         return [payload for values in await pipeline.execute() for payload in values]
 

@@ -4,15 +4,17 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 from nexrl.datasets import Task, TaskSource
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from nexrl.errors import InvalidArgumentError, NotFoundError
 from nexrl.spec import ExperimentSpec
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import UNLIMITED, Grant, GrantedBatch, GrantedTask, Ledger, LedgerRules
 from nexrl_trajectory_pool.wakeups import WakeUps
 
 MAX_SLEEP_SECONDS = 1.0
+MAX_LEASE_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,6 @@ class Pool:
         self.wakeups = WakeUps(redis, [self.training.wake_channel, self.validation.wake_channel])
         self._train = train
         self._validation = validation
-        self._round_key = prefix + "validating"
-        self._redis = redis
 
     def source(self, is_validation: bool) -> TaskSource:
         """The data of one purpose. Raises NotFoundError when the experiment has no validation."""
@@ -70,11 +70,19 @@ class Pool:
         """The ledger of one purpose."""
         return self.validation if is_validation else self.training
 
+    def lease_seconds(self, asked: float) -> float:
+        """The length of a lease; 0 asks for the experiment's setting. Raises InvalidArgumentError out of bounds."""
+        if not 0 <= asked <= MAX_LEASE_SECONDS:
+            raise InvalidArgumentError(
+                f"lease_seconds: {asked}; 0 to {MAX_LEASE_SECONDS:.0f}, 0 for the experiment's setting"
+            )
+        return asked or self.spec.rollout.lease_seconds
+
     async def lease_tasks(
         self, request_id: str, max_samples: int, lease_seconds: float, wait_seconds: float
     ) -> LeasedTasks:
         """Grant samples, those of a running validation round before all others; waits while there are none."""
-        seconds = lease_seconds or self.spec.rollout.lease_seconds
+        seconds = self.lease_seconds(lease_seconds)
 
         async def attempt() -> tuple[LeasedTasks, bool]:
             grant = await self.training.lease_tasks(request_id, max_samples, seconds)
@@ -89,7 +97,9 @@ class Pool:
         self, request_id: str, batch_size: int, lease_seconds: float, wait_seconds: float
     ) -> tuple[GrantedBatch | None, bool]:
         """Lease a batch, waiting until one is ready; also tells whether none can come any more."""
-        seconds = lease_seconds or self.spec.rollout.lease_seconds
+        if batch_size < 0:
+            raise InvalidArgumentError(f"batch_size: {batch_size}; 0 for the experiment's setting, or more")
+        seconds = self.lease_seconds(lease_seconds)
 
         async def attempt() -> tuple[tuple[GrantedBatch | None, bool], bool]:
             batch, exhausted = await self.training.lease_batch(request_id, seconds, batch_size)
@@ -106,32 +116,20 @@ class Pool:
 
         return await self.wakeups.until("train", attempt, wait_seconds)
 
-    async def validating(self) -> int | None:
-        """The version of the running validation round; None when there is none."""
-        version = await self._redis.get(self._round_key)
-        return None if version is None else int(version)
-
     async def start_validation(self, version: int) -> int:
         """Begin a round; gives its number of samples. Raises FailedPreconditionError while another round runs."""
         samples = len(self.source(True)) * self.validation.rules.samples_per_task
-        running = await self.validating()
-        if running == version:
-            return samples
-        if running is not None:
-            raise FailedPreconditionError(f"policy_version: {version}: version {running} is being validated")
-        await self.validation.clear()
+        await self.validation.begin_round(version)
         await self.training.hold(version)
-        await self._redis.set(self._round_key, version)
-        await self._redis.publish(self.validation.wake_channel, "tasks")
         return samples
 
     async def wait_validation(self, version: int, wait_seconds: float) -> tuple[bool, list[bytes], int]:
         """Wait until every sample of the round has ended; gives (complete, payloads of produced samples, failed)."""
 
         async def attempt() -> tuple[tuple[bool, list[bytes], int], bool]:
-            if await self.validating() != version:
-                raise NotFoundError(f"policy_version: {version} is not being validated")
             state = await self.validation.state()
+            if state.round != version:
+                raise NotFoundError(f"policy_version: {version} is not being validated")
             if not state.exhausted:
                 return (False, [], 0), False
             return (True, await self.validation.produced(), sum(state.dropped.values())), True
@@ -140,9 +138,7 @@ class Pool:
 
     async def end_validation(self, version: int) -> None:
         """End the round and grant training samples again."""
-        if await self.validating() == version:
-            await self._redis.delete(self._round_key)
-            await self.validation.clear()
+        await self.validation.end_round(version)
         await self.training.unhold(version)
 
     async def expire_leases(self) -> None:
@@ -198,13 +194,10 @@ def validation_rules(spec: ExperimentSpec, source: TaskSource | None) -> LedgerR
 def group_key(key_list: Sequence[str], sample_id: str, metadata: Mapping[str, str]) -> str:
     """Name of the leaf group of a sample: the values of the key list, or the sample itself when the list is empty.
 
-    `task_id` stands for the task as it was granted, so that two epochs never share a group. Raises
-    InvalidArgumentError when a trajectory lacks a key.
+    `task_id` stands for the task as it was granted, so that two epochs never share a group. Raises KeyError when a
+    trajectory lacks a key.
     """
     if not key_list:
         return sample_id
-    missing = [key for key in key_list if key != "task_id" and key not in metadata]
-    if missing:
-        raise InvalidArgumentError(f"metadata: lacks {missing}; trajectoryPool.keyList groups by {list(key_list)}")
     group = sample_id.partition(".")[0]
-    return "/".join(group if key == "task_id" else f"{key}={metadata[key]}" for key in key_list)
+    return "/".join(group if key == "task_id" else f"{key}={quote(metadata[key], safe='')}" for key in key_list)

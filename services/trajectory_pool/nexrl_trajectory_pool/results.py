@@ -1,7 +1,7 @@
 """Sample results at the edge: checked, and turned into what the ledger stores."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from nexrl.errors import InvalidArgumentError, Violation
 from nexrl.v1 import trajectory_pb2 as pb
@@ -9,8 +9,9 @@ from nexrl_trajectory_pool.ledger import ProducedSample
 from nexrl_trajectory_pool.pool import group_key
 
 SCORED = (pb.VERDICT_OK, pb.VERDICT_TRUNCATED)
+FAILED = (pb.VERDICT_ENV_ERROR, pb.VERDICT_REWARD_ERROR, pb.VERDICT_TIMEOUT, pb.VERDICT_CANCELLED_STALE)
 MAX_SAMPLE_BYTES = 8 * 1024 * 1024
-MAX_ERROR_CHARACTERS = 4096
+MAX_VIOLATIONS_SHOWN = 10
 
 
 def produced_samples(results: Sequence[pb.SampleResult], key_list: Sequence[str] | None) -> list[ProducedSample]:
@@ -18,9 +19,9 @@ def produced_samples(results: Sequence[pb.SampleResult], key_list: Sequence[str]
 
     Raises InvalidArgumentError that names every field that is wrong; nothing is stored then.
     """
-    violations = [v for i, result in enumerate(results) for v in _violations(f"results[{i}]", result)]
+    violations = [v for i, result in enumerate(results) for v in _violations(f"results[{i}]", result, key_list or ())]
     if violations:
-        raise InvalidArgumentError("; ".join(map(str, violations[:10])), violations=violations)
+        raise InvalidArgumentError("; ".join(map(str, violations[:MAX_VIOLATIONS_SHOWN])), violations=violations)
     return [_produced(result, key_list) for result in results]
 
 
@@ -28,46 +29,64 @@ def _produced(result: pb.SampleResult, key_list: Sequence[str] | None) -> Produc
     if result.verdict not in SCORED:
         failure = pb.Verdict.Name(result.verdict).removeprefix("VERDICT_").lower()
         return ProducedSample(result.sample_id, result.attempt, failure=failure)
-    oldest = min((span.policy_version for t in result.trajectories for span in t.spans), default=0)
-    metadata = dict(result.trajectories[0].metadata)
-    leaf = None if key_list is None else group_key(key_list, result.sample_id, metadata)
+    oldest = min(span.policy_version for trajectory in result.trajectories for span in trajectory.spans)
+    leaf = None if key_list is None else group_key(key_list, result.sample_id, result.trajectories[0].metadata)
     return ProducedSample(result.sample_id, result.attempt, None, leaf, oldest, result.SerializeToString())
 
 
-def _violations(path: str, result: pb.SampleResult) -> list[Violation]:
+def _violations(path: str, result: pb.SampleResult, key_list: Sequence[str]) -> Iterator[Violation]:
     group, dot, index = result.sample_id.partition(".")
-    violations = []
-    if not (dot and group.isdigit() and index.isdigit()):
-        violations.append(Violation(f"{path}.sample_id", f"{result.sample_id!r}; a sample id from a lease is needed"))
-    if result.verdict in (pb.VERDICT_UNSPECIFIED, pb.VERDICT_WORKER_LOST):
-        violations.append(Violation(f"{path}.verdict", "a verdict other than UNSPECIFIED and WORKER_LOST is needed"))
+    if not (dot and group.isdecimal() and index.isdecimal()):
+        yield Violation(f"{path}.sample_id", f"{result.sample_id!r}; a sample id from a lease is needed")
+    if result.verdict not in SCORED + FAILED:
+        yield Violation(f"{path}.verdict", "a verdict other than UNSPECIFIED and WORKER_LOST is needed")
     if result.ByteSize() > MAX_SAMPLE_BYTES:
-        violations.append(Violation(path, f"{result.ByteSize()} bytes; at most {MAX_SAMPLE_BYTES}"))
+        yield Violation(path, f"{result.ByteSize()} bytes; at most {MAX_SAMPLE_BYTES}")
     if result.verdict in SCORED and not result.trajectories:
-        violations.append(Violation(f"{path}.trajectories", "empty; a scored sample has at least one"))
+        yield Violation(f"{path}.trajectories", "empty; a scored sample has at least one")
     if result.verdict not in SCORED and result.trajectories:
-        violations.append(Violation(f"{path}.trajectories", "a failed sample has none"))
+        yield Violation(f"{path}.trajectories", "a failed sample has none")
     for i, trajectory in enumerate(result.trajectories):
-        violations += _trajectory_violations(f"{path}.trajectories[{i}]", trajectory)
-    return violations
+        yield from _trajectory_violations(f"{path}.trajectories[{i}]", trajectory)
+    # The first trajectory decides the group.
+    for key in key_list if result.trajectories else ():
+        if key != "task_id" and key not in result.trajectories[0].metadata:
+            yield Violation(f"{path}.trajectories[0].metadata", f"lacks {key!r}; trajectoryPool.keyList groups by it")
 
 
-def _trajectory_violations(path: str, trajectory: pb.Trajectory) -> list[Violation]:
+def _trajectory_violations(path: str, trajectory: pb.Trajectory) -> Iterator[Violation]:
     tokens = len(trajectory.token_ids)
-    violations = []
     if tokens == 0:
-        violations.append(Violation(f"{path}.token_ids", "empty"))
+        yield Violation(f"{path}.token_ids", "empty")
+    elif min(trajectory.token_ids) < 0:
+        yield Violation(f"{path}.token_ids", "negative")
     for name in ("loss_mask", "logprobs"):
         length = len(getattr(trajectory, name))
         if length != tokens:
-            violations.append(Violation(f"{path}.{name}", f"length {length}; token_ids has {tokens}"))
+            yield Violation(f"{path}.{name}", f"length {length}; token_ids has {tokens}")
+    if trajectory.loss_mask[:1] == [True]:
+        yield Violation(f"{path}.loss_mask", "the first token has no context, so it cannot be trained")
     if not math.isfinite(sum(trajectory.logprobs)):
-        violations.append(Violation(f"{path}.logprobs", "not finite"))
+        yield Violation(f"{path}.logprobs", "not finite")
     if not math.isfinite(trajectory.reward):
-        violations.append(Violation(f"{path}.reward", f"{trajectory.reward}; a finite number is needed"))
-    covered = sum(span.end - span.start for span in trajectory.spans)
-    if not violations and covered < sum(trajectory.loss_mask):
-        violations.append(
-            Violation(f"{path}.spans", f"cover {covered} of {sum(trajectory.loss_mask)} generated tokens")
-        )
-    return violations
+        yield Violation(f"{path}.reward", f"{trajectory.reward}; a finite number is needed")
+    for name, value in trajectory.reward_components.items():
+        if not math.isfinite(value):
+            yield Violation(f"{path}.reward_components[{name}]", f"{value}; a finite number is needed")
+    yield from _span_violations(f"{path}.spans", trajectory)
+
+
+def _span_violations(path: str, trajectory: pb.Trajectory) -> Iterator[Violation]:
+    if not trajectory.spans:
+        yield Violation(path, "empty; at least one token was generated by a policy version")
+    covered, end = 0, 0
+    for i, span in enumerate(trajectory.spans):
+        if not end <= span.start < span.end <= len(trajectory.token_ids):
+            yield Violation(f"{path}[{i}]", f"[{span.start}, {span.end}); must follow [.., {end}) within the tokens")
+            return
+        if span.policy_version < 0:
+            yield Violation(f"{path}[{i}].policy_version", f"{span.policy_version}; at least 0")
+        covered += sum(trajectory.loss_mask[span.start : span.end])
+        end = span.end
+    if trajectory.spans and covered != sum(trajectory.loss_mask):
+        yield Violation(path, f"cover {covered} of {sum(trajectory.loss_mask)} tokens with loss_mask true")

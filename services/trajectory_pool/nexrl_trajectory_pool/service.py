@@ -20,6 +20,9 @@ from nexrl_trajectory_pool.pool import Lease, Pool
 from nexrl_trajectory_pool.results import produced_samples
 from nexrl_trajectory_pool.validation import validation_metrics
 
+WAITING = ("open", "leased", "grouping", "ready")
+"""States of samples that are in no batch yet."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -62,7 +65,7 @@ class DataLoaderServicer(DataLoaderServiceServicer):
         self, request: loader_pb.RenewLeasesRequest, context: Context
     ) -> loader_pb.RenewLeasesResponse:
         pool = self._pools[request.model_tag]
-        seconds = request.lease_seconds or pool.spec.rollout.lease_seconds
+        seconds = pool.lease_seconds(request.lease_seconds)
         ledger = pool.ledger(_is_validation(request.purpose))
         return loader_pb.RenewLeasesResponse(
             lost_sample_ids=await ledger.renew([(s.sample_id, s.attempt) for s in request.samples], seconds)
@@ -78,7 +81,7 @@ class DataLoaderServicer(DataLoaderServiceServicer):
     async def AddTask(self, request: loader_pb.AddTaskRequest, context: Context) -> loader_pb.AddTaskResponse:
         ledger = self._pools[request.model_tag].training
         is_front = request.position == loader_pb.TASK_POSITION_FRONT
-        await ledger.add_task(request.request_id, request.task.item_json.encode(), front=is_front)
+        await ledger.add_task(request.request_id, added_item(request.task), front=is_front)
         return loader_pb.AddTaskResponse()
 
     async def GetTask(self, request: loader_pb.GetTaskRequest, context: Context) -> loader_pb.GetTaskResponse:
@@ -100,14 +103,13 @@ class DataLoaderServicer(DataLoaderServiceServicer):
         is_validation = _is_validation(request.purpose)
         source, ledger = pool.source(is_validation), pool.ledger(is_validation)
         state = await ledger.state()
-        remaining = -1 if source.total is None else source.total - state["cursor"]
-        can_lease = state["open"] > 0 or (state.data_left and state.credit > 0)
+        remaining = -1 if source.total is None else source.total - state["cursor"] + state.added_tasks
         return loader_pb.GetDataLoaderStateResponse(
             items=len(source),
             cursor=state["cursor"],
             remaining=remaining,
             finished=state.exhausted,
-            can_lease=can_lease,
+            can_lease=state.can_lease,
         )
 
 
@@ -241,7 +243,7 @@ async def pool_state(pool: Pool) -> pool_pb.PoolState:
     state = await pool.training.state()
     return pool_pb.PoolState(
         model_tag=pool.tag,
-        empty=state.in_flight == 0,
+        empty=sum(state[name] for name in WAITING) + state.unprocessed_batches == 0,
         credit=state.credit,
         dropped=state.dropped,
         imbalance=state.imbalance,
@@ -256,6 +258,19 @@ async def pool_state(pool: Pool) -> pool_pb.PoolState:
         trained=state["trained"],
         durable=state["durable"],
     )
+
+
+def added_item(task: pb.Task) -> bytes:
+    """The item of a task that was added by hand, as tasks of the data set have it. Raises InvalidArgumentError."""
+    try:
+        item = json.loads(task.item_json)
+    except ValueError as error:
+        raise InvalidArgumentError(f"task.item_json: not JSON: {error}") from None
+    if not isinstance(item, dict) or not isinstance(item.get("prompt"), str) or not item["prompt"]:
+        raise InvalidArgumentError("task.item_json: an object with the text 'prompt' is needed")
+    if not task.task_id:
+        raise InvalidArgumentError("task.task_id: empty")
+    return json.dumps({"answer": None, "metadata": {}, **item, "id": task.task_id}).encode()
 
 
 def _is_validation(purpose: "pb.Purpose.ValueType") -> bool:

@@ -38,9 +38,10 @@ class WakeUps:
     async def _pass_on(self) -> None:
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(*self._channels)
-            await self._tell_all()
             async for message in subscription.listen():
-                if message["type"] == "message":
+                if message["type"] == "subscribe":  # whatever was told before it is lost: everyone looks again
+                    await self._tell_all()
+                elif message["type"] == "message":
                     await self._tell(message["data"].decode())
 
     async def until(
@@ -69,5 +70,5 @@ class WakeUps:
             self._conditions[topic].notify_all()
 
     async def _tell_all(self) -> None:
-        for topic in list(self._conditions):
+        for topic in list(self._told):
             await self._tell(topic)
