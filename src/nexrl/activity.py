@@ -27,6 +27,8 @@ class ActivityTracker:
         self._module = module
         self._work: dict[str, pb.Work] = {}
         self._stub = ActivityServiceStub(channel) if channel else None
+        self._reports: set[asyncio.Task[str]] = set()
+        self._last_error: Exception | None = None
 
     @property
     def module_name(self) -> str:
@@ -35,15 +37,34 @@ class ActivityTracker:
 
     @contextmanager
     def track(self, activity: str, waiting_on: str = "") -> Iterator[None]:
-        """Count `activity` as in flight while the block runs. `waiting_on` names the component it waits for."""
+        """Count `activity` as in flight while the block runs. `waiting_on` names the component it waits for.
+
+        An exception that leaves the block is reported, once, and goes on its way; cancellation is no error. To be used
+        in the event loop, where the report is sent.
+        """
         token = new_request_id()
         self._work[token] = pb.Work(
             token=token, activity=activity, start_unix_seconds=time.time(), waiting_on=waiting_on
         )
         try:
             yield
+        except Exception as error:
+            if error is not self._last_error:  # not reported yet by a block within this one
+                self._last_error = error
+                self._report_soon(error, activity)
+            raise
         finally:
             del self._work[token]
+
+    def _report_soon(self, error: Exception, activity: str) -> None:
+        report = asyncio.get_running_loop().create_task(self.report(error, work_context=activity))
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+
+    async def reports_sent(self) -> None:
+        """Return when the reports of `track` have been sent, or could not be."""
+        if self._reports:
+            await asyncio.wait(self._reports, timeout=CALL_SECONDS)
 
     def is_quiescent(self) -> bool:
         """True when nothing is in flight."""
@@ -64,7 +85,7 @@ class ActivityTracker:
         severity: "pb.Severity.ValueType" = pb.SEVERITY_ERROR,
         details: Mapping[str, str] | None = None,
     ) -> str:
-        """Send an error to the controller; gives its id, or "" when the controller cannot be told (it is logged here)."""
+        """Send an error to the controller; gives its id, or "" when it cannot be told (the error is logged here)."""
         report = pb.ErrorReport(
             module=self.module_name,
             work_context=work_context,

@@ -168,6 +168,7 @@ async def test_components_that_do_not_stop_do_not_keep_the_experiment_open(
     assert deployed.controller.state.phase is Phase.FAILED
 
 
+@pytest.mark.guide("A6")
 async def test_a_component_is_started_again_until_its_limit(deploy: Deploy) -> None:
     deployed = await deploy(failurePolicy={"maxRestarts": 1})
     await deployed.heartbeat("rollout-0")
@@ -237,7 +238,7 @@ async def test_a_redis_that_is_down_leaves_the_old_state(experiment_name: str) -
 # activity ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.guide("M3", "M4", "M5", "M6", "M7", "M9", "R5", "S12")
+@pytest.mark.guide("A5", "M3", "M4", "M5", "M6", "M7", "M9", "R5", "S12")
 async def test_work_is_tracked_over_grpc(deploy: Deploy) -> None:
     deployed = await deploy()
     start = activity_pb.StartWorkRequest(request_id="token-1", module="script", activity="evaluate")
@@ -256,7 +257,7 @@ async def test_work_is_tracked_over_grpc(deploy: Deploy) -> None:
     assert (await call(deployed.activity.WaitQuiescent, quiescent, timeout_seconds=CALL_SECONDS)).quiescent
 
 
-@pytest.mark.guide("M8", "M10", "D5", "Q47", "Q48", "S13")
+@pytest.mark.guide("A5", "D5", "M8", "M10", "Q47", "Q48", "Q49", "S7", "S13")
 async def test_a_silent_module_is_shown_as_dead_and_reported_once(deploy: Deploy, clock: Clock) -> None:
     deployed = await deploy()
     assert await deployed.heartbeat("trainer") == 5
@@ -280,6 +281,7 @@ async def test_nothing_is_reported_of_silence_when_health_checks_are_off(deploy:
     assert not seen.errors
 
 
+@pytest.mark.guide("S5", "S8")
 async def test_a_stall_names_the_blocking_edge_once(deploy: Deploy, clock: Clock) -> None:
     deployed = await deploy(monitor={"health": {"timeoutSeconds": 600}})
     await deployed.controller.apply(VersionCommitted(0))
@@ -341,7 +343,7 @@ async def test_an_error_is_kept_with_all_it_says(deploy: Deploy, clock: Clock) -
     assert seen.summary.startswith("error: 1 errors and 0 warnings in the last 5 minutes")
 
 
-@pytest.mark.guide("M11", "D6", "Q46")
+@pytest.mark.guide("D6", "M11", "Q45", "Q46")
 async def test_an_error_without_severity_counts_as_error(deploy: Deploy) -> None:
     deployed = await deploy(monitor={"errors": {"policy": "stop_on_error"}})
     await deployed.heartbeat("trainer")
@@ -456,6 +458,7 @@ async def test_a_validation_that_never_ends_is_reported_and_released(deploy: Dep
     assert "validation of version 4 failed: it did not end within 0.1 s" in outcome.errors[0].message
 
 
+@pytest.mark.guide("S10")
 async def test_a_validation_that_cannot_start_is_reported_and_released(deploy: Deploy) -> None:
     outcome = await validated(deploy, FakeValidator(refusal=InvalidArgumentError("no validation data")))
     assert outcome.is_released
@@ -479,6 +482,7 @@ async def test_commits_are_followed(deploy: Deploy) -> None:
 # the process ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guide("C1", "C5")
 async def test_the_process_validates_and_stops_while_it_is_watched(
     redis_url: str, experiment_name: str, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ class Make:
         return rules(**changes)
 
 
+@pytest.mark.guide("E4", "H13", "H14", "L13")
 async def test_credit_limits_what_is_granted_to_one_batch_when_strictly_on_policy(make: Make) -> None:
     ledger = make()
     first = await ledger.lease_tasks("", 64, 60)
@@ -49,6 +50,15 @@ async def test_credit_limits_what_is_granted_to_one_batch_when_strictly_on_polic
     assert (second.tasks, second.waiting_on) == ((), "credit")
     assert await ledger.set_version(1) == 1
     assert len((await ledger.lease_tasks("", 64, 60)).tasks) == 2
+
+
+@pytest.mark.guide("L3", "L15")
+async def test_workers_run_ahead_by_the_staleness_threshold_and_then_wait(make: Make) -> None:
+    ledger = make(staleness=2)
+    assert sum(len(task.samples) for task in (await ledger.lease_tasks("", 64, 60)).tasks) == 3 * 4
+    assert (await ledger.lease_tasks("", 64, 60)).waiting_on == "credit"
+    await ledger.set_version(1)
+    assert sum(len(task.samples) for task in (await ledger.lease_tasks("", 64, 60)).tasks) == 4
 
 
 async def test_a_repeated_lease_request_gets_the_first_answer(make: Make) -> None:
@@ -66,6 +76,7 @@ async def test_an_empty_answer_is_not_remembered(make: Make) -> None:
     assert (await ledger.lease_tasks("again", 64, 60)).tasks != ()
 
 
+@pytest.mark.guide("A6", "H12")
 async def test_a_lost_lease_is_granted_again_and_the_late_write_is_fenced_off(make: Make, clock: Clock) -> None:
     ledger = make()
     late = await ledger.lease_tasks("", 4, 10)
@@ -123,6 +134,7 @@ async def test_incomplete_groups_are_dropped_and_refilled_when_the_policy_says_s
     assert (state.credit, state.imbalance) == (2, 0)
 
 
+@pytest.mark.guide("H12")
 async def test_a_failed_sample_is_retried_up_to_its_limit(make: Make) -> None:
     ledger = make(max_attempts=2)
     await ledger.lease_tasks("", 2, 60)
@@ -132,6 +144,7 @@ async def test_a_failed_sample_is_retried_up_to_its_limit(make: Make) -> None:
     assert await ledger.put_samples("", [ProducedSample("0.0", 2, failure="env_error")]) == ("ACCEPTED",)
 
 
+@pytest.mark.guide("L3")
 async def test_a_stale_group_is_dropped_and_refilled_before_a_batch_is_formed(make: Make) -> None:
     ledger = make(staleness=1, max_queued=8)
     await fill_batch(ledger)  # two batches' worth, all of version 0
@@ -178,6 +191,7 @@ async def _train(ledger: Ledger, incarnation: int, steps: range) -> list[bytes |
     return seen
 
 
+@pytest.mark.guide("J3", "J14")
 async def test_a_killed_trainer_replays_the_steps_that_no_checkpoint_contains(make: Make) -> None:
     ledger = make()
     first, _ = await ledger.resume("", 0, 0)
@@ -215,6 +229,7 @@ async def test_a_fresh_ledger_goes_on_where_a_checkpoint_of_another_run_ended(ma
     assert incarnation == 1
 
 
+@pytest.mark.guide("E5")
 async def test_the_last_batch_of_finite_data_may_be_smaller_and_then_the_data_is_exhausted(make: Make) -> None:
     ledger = make(positions=3, staleness=1)
     await fill_batch(ledger)
@@ -230,6 +245,7 @@ async def test_the_last_batch_of_finite_data_may_be_smaller_and_then_the_data_is
     assert (await ledger.lease_train_batch(2, 0)) == (None, True)
 
 
+@pytest.mark.guide("E8", "E9", "E10")
 async def test_tasks_added_by_hand_come_before_the_data_front_first(make: Make) -> None:
     ledger = make(staleness=3)
     await ledger.add_task("", b'{"id": "b"}', front=False)
@@ -238,6 +254,7 @@ async def test_tasks_added_by_hand_come_before_the_data_front_first(make: Make) 
     assert [task.item for task in grant.tasks] == [b'{"id": "a"}', b'{"id": "b"}', b""]
 
 
+@pytest.mark.guide("E9", "G13")
 async def test_samples_given_back_are_granted_next_without_a_failure(make: Make) -> None:
     ledger = make(max_attempts=1)
     grant = await ledger.lease_tasks("", 2, 60)
@@ -254,6 +271,7 @@ async def test_a_hold_stops_training_grants_until_it_is_lifted(make: Make) -> No
     assert (await ledger.lease_tasks("", 2, 60)).tasks
 
 
+@pytest.mark.guide("H15")
 async def test_ungrouped_samples_are_ready_one_by_one(make: Make) -> None:
     ledger = make(leaf_size=1, scoped=False, samples_per_task=3)
     grant = await ledger.lease_tasks("", 3, 60)

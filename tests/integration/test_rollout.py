@@ -83,6 +83,7 @@ def rewards(results: Sequence[SampleResult]) -> list[float]:
     return [result.trajectories[0].reward for result in results]
 
 
+@pytest.mark.guide("G1", "G15")
 async def test_process_feeds_training_and_validation(tmp_path: Path) -> None:
     leases = [task_lease(group, 4, prompt="123", answer="321") for group in range(3)]
     leases.append(task_lease(0, 2, prompt="123", answer="999", purpose=PURPOSE_VALIDATION))
@@ -94,6 +95,7 @@ async def test_process_feeds_training_and_validation(tmp_path: Path) -> None:
     assert not pool.returned
 
 
+@pytest.mark.guide("G17")
 async def test_process_runs_an_environment(tmp_path: Path) -> None:
     pool = FakePool([task_lease(0, 4, prompt="7", answer="7")])
     reference = "nexrl_rollout.environments.number_guess:number_guess"
@@ -102,6 +104,7 @@ async def test_process_runs_an_environment(tmp_path: Path) -> None:
     assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 4
 
 
+@pytest.mark.guide("G5", "G13")
 async def test_process_that_is_told_to_stop_returns_its_samples(tmp_path: Path) -> None:
     engine = FakeEngine(reverses)
     engine.is_open.clear()

@@ -41,6 +41,7 @@ async def gate(world: World, wait_seconds: float = 0) -> pb.CheckRolloutStatusRe
     return await call(world.stub().CheckRolloutStatus, request, timeout_seconds=wait_seconds + 5)
 
 
+@pytest.mark.guide("L6", "L8", "L9", "L10")
 async def test_versions_reach_all_replicas_through_one_open_group(redis: Redis, experiment_name: str) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("a"), world.replica("b"))
@@ -54,6 +55,9 @@ async def test_versions_reach_all_replicas_through_one_open_group(redis: Redis, 
             epochs.add(world.weight_sync.coordinator.state.epoch)
         assert epochs == {1}
         assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE
+        request = pb.GetWeightSyncStateRequest(model_tag=MODEL_TAG)
+        state = await call(world.stub().GetWeightSyncState, request, timeout_seconds=5)
+        assert (state.committed_version, state.waiting_for_validation) == (2, False)
         assert world.told == [0, 1, 2]
 
 
@@ -137,6 +141,7 @@ async def test_an_older_version_is_left_alone(redis: Redis, experiment_name: str
         assert (await replay.publish(example_tensors(4), 4)).committed_version == 4
 
 
+@pytest.mark.guide("L8", "L11", "L12")
 async def test_a_validation_holds_the_version(redis: Redis, experiment_name: str) -> None:
     its_rules = rules(is_due=lambda policy_version: policy_version == 0)
     async with running_weight_sync(redis, experiment_name, its_rules) as world:

@@ -1,11 +1,16 @@
-"""`nexrl run` as a user starts it: a process of its own, followed through the controller's RPCs and through /proc."""
+"""`nexrl run` as a user starts it: a process of its own, followed through the controller's RPCs and through /proc.
+
+A run is started in a folder of its own as working directory, which its children inherit. So whatever belongs to it can
+be found there, also when its launcher is dead.
+"""
 
 import asyncio
+import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +27,13 @@ from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
 
 NEXRL = (sys.executable, "-m", "nexrl.cli")
-COPY_DIGITS = Path(__file__).parents[1] / "e2e" / "copy-digits.yaml"
+NAME = "copy-digits"
+FILES = Path(__file__).parents[1] / "e2e"
+EXPERIMENT, TASKS = "copy-digits.yaml", "copy_digits.py"
+COMMAND_SECONDS = 10.0
+"""Longest time in which bad input may be refused."""
+GONE_SECONDS = 10.0
+"""Longest time for which a process may outlive its launcher."""
 CALL_SECONDS = 30.0
 LOOK_SECONDS = 0.02
 LOG_CHARACTERS = 3000
@@ -31,42 +42,49 @@ ResultT = TypeVar("ResultT")
 
 
 class Process(NamedTuple):
-    """One process of this machine; `began` (clock ticks since boot) tells it from a later one with the same id."""
+    """One process; `began` (clock ticks since boot) tells it from a later one with the same id."""
 
     pid: int
     began: int
 
-    @property
-    def is_alive(self) -> bool:
-        """True while it runs; a zombie does not."""
-        stat = _stat(self.pid)
-        return stat is not None and stat.began == self.began and stat.state not in "ZX"
-
 
 @dataclass(frozen=True)
 class Run:
-    """A `nexrl run` that was started."""
+    """A `nexrl run` of EXPERIMENT that was started."""
 
-    folder: Path
+    root: Path
+    """Its working directory, with the experiment's files; also the folder of its runs."""
     launcher: asyncio.subprocess.Process
-    output: Path
-    """What the launcher prints, both streams."""
 
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return self.root / NAME
+
+    def hold(self) -> None:
+        """Have the run stand still, with all its processes alive, at the next sample that is scored."""
+        (self.root / "hold").touch()
+
+    def release(self) -> None:
+        """Let it go on."""
+        (self.root / "hold").unlink()
+
+    @property
     def processes(self) -> dict[str, Process]:
         """Its child processes by name, as 'rollout-0'; its private Redis is 'redis'."""
-        return {_name(process.pid): process for process in _children(self.launcher.pid)}
+        return {name: process for name, process in processes_in(self.root).items() if process.pid != self.launcher.pid}
 
     async def process(self, name: str, *, other_than: Process | None = None) -> Process:
         """The child `name`, as soon as it runs; `other_than` is the one that ran before."""
-        await self._unless_ended(eventually(lambda: self.processes().get(name, other_than) != other_than))
-        return self.processes()[name]
+        await self._unless_ended(eventually(lambda: self.processes.get(name, other_than) != other_than, seconds=None))
+        return self.processes[name]
 
     async def until(self, is_met: Callable[[pb.Experiment], bool]) -> pb.Experiment:
-        """The experiment, as soon as `is_met`."""
+        """The experiment, as soon as `is_met`. Fails when the run ends before."""
         return await self._unless_ended(self._until(is_met))
 
     async def until_step(self, step: int) -> int:
-        """The optimizer steps made, as soon as they are at least `step`."""
+        """The optimizer steps made, as soon as they are at least `step`. Fails when the run ends before."""
         return (await self.until(lambda experiment: experiment.progress.step >= step)).progress.step
 
     async def activity(self) -> activity_pb.GetActivityResponse:
@@ -76,51 +94,114 @@ class Run:
             return await call(ActivityServiceStub(channel).GetActivity, request, timeout_seconds=CALL_SECONDS)
 
     async def _until(self, is_met: Callable[[pb.Experiment], bool]) -> pb.Experiment:
-        await eventually((self.folder / "endpoints.json").exists)
+        await eventually((self.folder / "endpoints.json").exists, seconds=None)
         async with connect(controller_address(self.folder)) as channel:
             async for message in watch(ControllerServiceStub(channel).WatchExperiment, pb.WatchExperimentRequest()):
                 if is_met(message.experiment):
                     return message.experiment
         raise AssertionError("a watch has no end")
 
-    async def _unless_ended(self, waiting: Coroutine[Any, Any, ResultT]) -> ResultT:
-        waited, ended = asyncio.create_task(waiting), asyncio.create_task(self.launcher.wait())
+    async def _unless_ended(self, wanted: Coroutine[Any, Any, ResultT]) -> ResultT:
+        tasks = asyncio.create_task(wanted), asyncio.create_task(self.launcher.wait())
         try:
-            await asyncio.wait({waited, ended}, return_when=asyncio.FIRST_COMPLETED)
-            assert waited.done(), f"the run ended first, with code {self.launcher.returncode}"
-            return waited.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            assert tasks[0].done(), f"the run ended before, with code {self.launcher.returncode}"
+            return tasks[0].result()
         finally:
-            for task in (waited, ended):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(waited, ended, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
-async def running(folder: Path, *overrides: str, seconds: float, experiment: Path = COPY_DIGITS) -> AsyncIterator[Run]:
-    """`nexrl run`, with its runs in `folder`; the block, and the end of the run after it, take at most `seconds`.
+async def running(root: Path, *overrides: str, seconds: float) -> AsyncIterator[Run]:
+    """`nexrl run` in `root`, for a block of at most `seconds`; killed at its end if it has not ended.
 
-    The name of the experiment must be that of its file. Prints the logs when the block fails. No process outlives it.
+    Fails when a process is left behind. Prints the logs when the block fails.
     """
-    run_folder = folder / experiment.stem
-    (run_folder / "endpoints.json").unlink(missing_ok=True)  # of the run before: its controller is gone
-    output = folder / f"{experiment.stem}.out"
-    launcher = await _start(folder, output, ["run", str(experiment), *overrides, "--root", str(folder)])
-    run = Run(run_folder, launcher, output)
-    seen: dict[str, Process] = {}
+    experiment = copy_experiment(root)
+    (root / NAME / "endpoints.json").unlink(missing_ok=True)  # of an earlier run, whose controller is gone
+    output = root / "output"
+    with output.open("wb") as file:
+        launcher = await asyncio.create_subprocess_exec(
+            # Bound to us: a test that is killed must not leave a run behind either.
+            *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
+            *(*NEXRL, "run", str(experiment), "--root", str(root), *overrides),
+            cwd=root,
+            stdout=file,
+            stderr=file,
+        )
+    run = Run(root, launcher)
     try:
         async with asyncio.timeout(seconds):
             yield run
-            seen = run.processes()
-            await launcher.wait()
     except BaseException:
-        _print_logs(run)
+        _print_logs(run, output)
         raise
     finally:
-        seen |= run.processes()
         if launcher.returncode is None:
             launcher.kill()
             await launcher.wait()
-        await all_gone(seen.values())
+        await eventually(lambda: not processes_in(root), seconds=GONE_SECONDS)
 
 
-async def all_gone(processes: "Iterator[Process] | Any") -> None: ...
+def copy_experiment(root: Path) -> Path:
+    """A copy of EXPERIMENT and its tasks in `root`; gives its path."""
+    shutil.copy(FILES / TASKS, root)
+    return Path(shutil.copy(FILES / EXPERIMENT, root))
+
+
+def nexrl(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A `nexrl` command in `root` that must end within COMMAND_SECONDS, whether it does its work or refuses."""
+    return subprocess.run(
+        [*NEXRL, *arguments], cwd=root, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+    )
+
+
+async def eventually(condition: Callable[[], bool], *, seconds: float | None) -> None:
+    """Return once `condition` holds; fails when it does not within `seconds` (None: the caller has a limit)."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while not condition():
+        assert deadline is None or time.monotonic() < deadline, f"not within {seconds} s"
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+def processes_in(folder: Path) -> dict[str, Process]:
+    """The living processes that work in `folder` or below it, by name."""
+    return {_name(process.pid): process for process in _processes_in(folder.resolve())}
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    """Lines of the run's metrics.jsonl, as they were written."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def batches_of(run: Path) -> list[BatchLease]:
+    """The batches that a run prepared for training, in order."""
+    return [BatchLease.FromString(path.read_bytes()) for path in sorted((run / "trajectories").glob("batch_*.pb"))]
+
+
+def _processes_in(folder: Path) -> Iterator[Process]:
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(folder):  # a zombie has no cwd
+                stat = (entry / "stat").read_text()
+                yield Process(int(entry.name), int(stat.rpartition(")")[2].split()[19]))  # field 22 of proc(5)
+        except (OSError, ValueError):
+            continue  # it has just ended, or is not ours
+
+
+def _name(pid: int) -> str:
+    try:
+        environment = dict(line.partition(b"=")[::2] for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return f"ended {pid}"
+    if "redis-server" in command:
+        return "redis"
+    return environment.get(b"NEXRL_INSTANCE", f"{pid} {command}".encode()).decode()
+
+
+def _print_logs(run: Run, output: Path) -> None:
+    for path in [output, *sorted(run.folder.glob("logs/*.log"))]:
+        sys.stdout.write(f"--- {path.name}\n{path.read_bytes()[-LOG_CHARACTERS:].decode(errors='replace')}\n")

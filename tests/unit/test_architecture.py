@@ -1,7 +1,16 @@
-"""Which modules touch the wire and the store. The lists are short on purpose: a new entry is a decision."""
+"""What the components are, and which modules touch the wire and the store.
+
+The lists are short on purpose: a new entry is a decision.
+"""
+
+import re
+from importlib.metadata import entry_points
+from itertools import permutations
 
 import grimp
 import pytest
+
+from tests.support.guide import ROOT
 
 PACKAGES = (
     "nexrl",
@@ -54,3 +63,33 @@ def graph() -> grimp.ImportGraph:
 def test_only_named_modules_import_the_package(graph: grimp.ImportGraph, package: str, allowed: set[str]) -> None:
     importers = graph.find_modules_that_directly_import(package)
     assert {module for module in importers if not module.startswith("nexrl.v1.")} == allowed
+
+
+@pytest.mark.guide("A2")
+def test_services_meet_only_over_grpc(graph: grimp.ImportGraph) -> None:
+    services = [package for package in PACKAGES if package != "nexrl"]
+    imports = [
+        (importer, imported)
+        for importer, imported in permutations(services, 2)
+        if graph.direct_import_exists(importer=importer, imported=imported, as_packages=True)
+    ]
+    assert imports == []
+
+
+@pytest.mark.guide("A2", "A7")
+def test_each_component_is_a_grpc_service_with_one_implementation() -> None:
+    contracts = "\n".join(path.read_text() for path in (ROOT / "proto").rglob("*.proto"))
+    servicers = "\n".join(path.read_text() for path in (ROOT / "services").rglob("nexrl_*/service.py"))
+    promised = sorted(re.findall(r"^service (\w+) {", contracts, re.MULTILINE))
+    assert promised == sorted(re.findall(r"^class \w+Servicer\((\w+)Servicer\):", servicers, re.MULTILINE))
+    assert promised == [
+        *("ActivityService", "ControllerService", "DataLoaderService", "InferenceService", "TrainBatchPoolService"),
+        *("TrainerService", "TrajectoryPoolService", "ValidatorService", "WeightSyncService"),
+    ]
+
+
+@pytest.mark.guide("B11")
+def test_each_role_is_a_service_that_can_be_started() -> None:
+    roles = {point.name: point.load() for point in entry_points(group="nexrl.services")}
+    assert {f"nexrl_{name.replace('-', '_')}" for name in roles} == set(PACKAGES) - {"nexrl"}
+    assert all(callable(main) for main in roles.values())

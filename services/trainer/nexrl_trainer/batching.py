@@ -1,7 +1,6 @@
-"""Batches: the sequences of one step, packed flat, and their split into padded micro-batches.
+"""Batches: the sequences of one step, packed flat.
 
-Suffixes: _N tokens of the batch, end to end; _B sequences; _T input positions of a micro-batch; _P trained (predicted)
-tokens of a micro-batch, flat. Pure NumPy: what a step computes must not depend on how it is split.
+Suffixes: _N tokens of the batch, end to end; _B sequences.
 """
 
 from collections.abc import Iterator, Sequence
@@ -102,20 +101,6 @@ class TrainBatch:
             yield Violation("loss_mask_N", "the first token of a sequence has no context, so it cannot be trained")
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward pass needs.
-
-    `input_ids_BT` (int64) is padded on the right; a causal model needs no attention mask then, because no real position
-    can see a later one. Token `tokens_P[i]` of the batch (index into _N) is predicted at the flat input position
-    `positions_P[i]` (index into B*T).
-    """
-
-    input_ids_BT: NDArray[np.int64]
-    positions_P: NDArray[np.intp]
-    tokens_P: NDArray[np.int64]
-
-
 def token_weights(batch: TrainBatch, aggregation: Aggregation, denominator: int | None = None) -> NDArray[np.float32]:
     """The weight of each token in the loss; 0 outside the mask. Shape [N].
 
@@ -133,50 +118,6 @@ def token_weights(batch: TrainBatch, aggregation: Aggregation, denominator: int 
             total = denominator or int((trained_B > 0).sum())
             weights_N = batch.loss_mask_N / (max(total, 1) * np.maximum(trained_B, 1)[sequence_N])
     return weights_N.astype(np.float32)
-
-
-def split_batch(batch: TrainBatch, max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` padded input tokens, shortest sequences first, otherwise in batch order.
-
-    A sequence longer than the limit gets a micro-batch of its own; one with nothing to train is left out.
-    """
-    starts_B = _starts(batch.lengths_B)
-    inputs_B = _input_lengths(batch, starts_B)
-    order = np.argsort(inputs_B, kind="stable")
-    order = order[inputs_B[order] > 0]
-    return [_micro_batch(batch, starts_B[rows], inputs_B[rows]) for rows in _cut(order, inputs_B, max_tokens)]
-
-
-def _input_lengths(batch: TrainBatch, starts_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens of each sequence before its last trained one: nothing after them is predicted, so nothing after is fed."""
-    trained = np.flatnonzero(batch.loss_mask_N)
-    sequence = batch.sequence_of_tokens[trained]
-    inputs_B = np.zeros(len(batch.lengths_B), np.int64)
-    inputs_B[sequence] = trained - starts_B[sequence]  # ascending, so the last one of a sequence stays
-    return inputs_B
-
-
-def _cut(order: NDArray[np.intp], inputs_B: NDArray[np.int64], max_tokens: int) -> Iterator[NDArray[np.intp]]:
-    first = 0
-    for end, row in enumerate(order):
-        # Ascending lengths: this row is as long as the padded micro-batch would be with it.
-        if end > first and (end - first + 1) * inputs_B[row] > max_tokens:
-            yield order[first:end]
-            first = end
-    if first < len(order):
-        yield order[first:]
-
-
-def _micro_batch(batch: TrainBatch, starts_B: NDArray[np.int64], inputs_B: NDArray[np.int64]) -> MicroBatch:
-    columns_T = np.arange(int(inputs_B.max()))
-    is_input_BT = columns_T < inputs_B[:, None]
-    tokens_BT = np.where(is_input_BT, starts_B[:, None] + columns_T, 0)
-    is_trained_BT = is_input_BT & batch.loss_mask_N[tokens_BT + 1]
-    return MicroBatch(
-        input_ids_BT=np.where(is_input_BT, batch.token_ids_N[tokens_BT], 0),
-        positions_P=np.flatnonzero(is_trained_BT),
-        tokens_P=tokens_BT[is_trained_BT] + 1,
-    )
 
 
 def _starts(lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TypeVar
 
 import grpc
@@ -128,7 +129,8 @@ class TrainWorker:
             request = pb.CommitCheckpointRequest(
                 request_id=new_request_id(),
                 model_tag=self.spec.model.tag,
-                steps=self.learner.step,
+                # Steps made through TrainerService are none of the pool's.
+                steps=min(self.learner.step, self._acked_steps),
                 incarnation=self._incarnation,
             )
             await call(self._pool.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
@@ -138,6 +140,7 @@ class TrainWorker:
 
     async def save_last_checkpoint(self) -> None:
         """Before the process ends: what was trained since the last checkpoint need not be replayed."""
+        await self.in_torch_thread(lambda: None)  # a step that was called off is still being computed there
         # A step that the pool has not acknowledged is not the pool's; it is replayed from the checkpoint before.
         if self._acked_steps == self.learner.step and not self.is_done:
             await self.save_checkpoint()
@@ -218,7 +221,9 @@ class _Phase:
         self._work.__enter__()
         self._worker.doing, self._began = self._name, time.monotonic()
 
-    def __exit__(self, *exception: object) -> None:
-        self._work.__exit__(None, None, None)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._worker.doing = "idle"
         STEP_SECONDS.labels(self._name).set(time.monotonic() - self._began)
+        self._work.__exit__(kind, error, traceback)

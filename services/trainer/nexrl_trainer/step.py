@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, TrainingFailedError
 from nexrl.spec.experiment import AlgorithmSpec
-from nexrl_trainer.batching import MicroBatch, TrainBatch, split_batch, token_weights
+from nexrl_trainer.batching import TrainBatch, token_weights
 from nexrl_trainer.losses import (
     LossInputs,
     LossOutputs,
@@ -28,6 +28,7 @@ from nexrl_trainer.losses import (
     reinforce_loss,
     token_entropy,
 )
+from nexrl_trainer.micro_batch import SHARED_ROW_TOKENS, MicroBatch, split_batch
 
 _OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -117,7 +118,7 @@ class Learner:
         """Log-probabilities of the trained tokens under the current weights, 0 elsewhere. Shape [N]."""
         logprobs_N = np.zeros(len(batch.token_ids_N), np.float32)
         with torch.inference_mode():
-            for micro in split_batch(batch, self.settings.max_tokens_per_micro_batch):
+            for micro in self._micro_batches(batch):
                 logprobs_PV = self._logprobs(micro)
                 logprobs_N[micro.tokens_P] = _chosen(logprobs_PV, self._tensor(batch.token_ids_N[micro.tokens_P])).cpu()
         return logprobs_N
@@ -135,7 +136,7 @@ class Learner:
             raise InvalidArgumentError("train batch: reference_logprobs_N: needed, since klCoefficient is not 0")
         weights_N = token_weights(batch, algorithm.aggregation, denominator)
         totals = _LossTotals()
-        for micro in split_batch(batch, self.settings.max_tokens_per_micro_batch):
+        for micro in self._micro_batches(batch):
             self._backward(batch, micro, weights_N, algorithm, totals)
         return totals.metrics(sequence_count=len(batch.lengths_B))
 
@@ -180,15 +181,33 @@ class Learner:
                 saved = {quantity: tensors[f"{quantity}.{name}"] for quantity in _OPTIMIZER_STATE}
                 self._optimizer.state[master] = {key: tensor.clone().to(master.device) for key, tensor in saved.items()}
 
+    def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
+        # A mask of our own would overrule a model's sliding window.
+        shared_row_tokens = 0 if getattr(self.model.config, "sliding_window", None) else SHARED_ROW_TOKENS
+        return split_batch(batch, self.settings.max_tokens_per_micro_batch, shared_row_tokens)
+
     def _logprobs(self, micro: MicroBatch) -> Tensor:
         """Log-probabilities [P, V], float32, only where a trained token is predicted: the head is costly."""
-        input_ids_BT = self._tensor(micro.input_ids_BT)
-        hidden_BTH = self.model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+        hidden_BTH = self.model.base_model(
+            input_ids=self._tensor(micro.input_ids_BT),
+            position_ids=self._tensor(micro.position_ids_BT),
+            attention_mask=self._attention_mask(micro),
+            use_cache=False,
+        ).last_hidden_state
         hidden_PH = hidden_BTH.flatten(0, 1).index_select(0, self._tensor(micro.positions_P))
         head = self.model.get_output_embeddings()
         bias_V = None if head.bias is None else head.bias.float()
         logits_PV = functional.linear(hidden_PH.float(), head.weight.float(), bias_V)
         return functional.log_softmax(logits_PV / self.settings.temperature, dim=-1)
+
+    def _attention_mask(self, micro: MicroBatch) -> Tensor | None:
+        """True where column i may look at column j, [B, 1, T, T]; None where plain causal attention says so."""
+        if not micro.is_shared:
+            return None
+        segments_BT = self._tensor(micro.segments_BT)
+        is_own_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
+        is_seen_BTT = is_own_BTT | (segments_BT[:, None, :] == 0)
+        return is_seen_BTT.tril()[:, None]
 
     def _backward(
         self,

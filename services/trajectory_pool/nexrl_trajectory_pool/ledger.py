@@ -239,7 +239,7 @@ class Ledger:
         await self._move("unhold", version=version)
 
     async def begin_round(self, version: int) -> None:
-        """Grant the tasks of one validation round. Raises FailedPreconditionError while another version's round runs."""
+        """Grant the tasks of one validation round. Raises FailedPreconditionError while another one runs."""
         await self._move("begin_round", version=version)
 
     async def end_round(self, version: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from nexrl.errors import FailedPreconditionError
 from nexrl.local.child import Command
 from nexrl.local.redis_server import redis_command
 from nexrl.local.run_folder import RunFolder
@@ -43,6 +44,18 @@ def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addr
         trajectory_pools=tuple(f"{LOOPBACK}:{port}" for port in ports[2:]),
         weight_sync=f"{LOOPBACK}:{ports[1]}",
     ), socket_path
+
+
+def require_free(port: int) -> None:
+    """Raise FailedPreconditionError when somebody listens on `port` (0: any free one will do)."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no listeners
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise FailedPreconditionError(
+                f"port: cannot listen on {LOOPBACK}:{port}: {error.strerror}; choose another (--port)"
+            ) from None
 
 
 def free_ports(number: int) -> list[int]:

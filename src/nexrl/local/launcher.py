@@ -20,7 +20,7 @@ import grpc
 
 from nexrl.errors import NexrlError, TrainingFailedError, UnavailableError
 from nexrl.local.child import Child
-from nexrl.local.components import Addresses, choose_addresses, commands
+from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.report import write_report
 from nexrl.local.run_folder import RunFolder
 from nexrl.local.view import RunView
@@ -68,9 +68,13 @@ def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) ->
 
 
 async def _run(experiment: Experiment, options: RunOptions) -> int:
-    if experiment.spec.redis.url:
-        await _prepare_redis(experiment.spec.redis.url, experiment)
+    given_redis = experiment.spec.redis.url
+    if given_redis:  # first of all: the folder of an earlier run is put aside only for one that can begin
+        await (await connect_redis(given_redis)).aclose()
+    require_free(options.port)
     folder = RunFolder(options.root, experiment)
+    if given_redis:  # only now: a run of this name that is on holds the folder, and needs its ledger
+        await _prepare_redis(given_redis, experiment)
     addresses, redis_socket = choose_addresses(experiment, options.port)
     launcher = Launcher(experiment, folder, addresses, redis_socket)
     began = time.monotonic()
@@ -171,12 +175,12 @@ class Launcher:
                 await asyncio.sleep(0.02)
 
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
-        while True:
+        while not self._stopping:  # which may begin within the pause before a restart
             code = await child.run()
             if self._stopping and child.name in CORE:
                 return
             delay_seconds = await self._verdict(child, code, controller)
-            if delay_seconds is None or self._stopping:
+            if delay_seconds is None:
                 return
             await asyncio.sleep(delay_seconds)
 

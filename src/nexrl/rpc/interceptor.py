@@ -1,8 +1,10 @@
 """What every RPC passes on the server: deadline check, request metrics, error mapping."""
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -55,40 +57,40 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
 def _unary(behaviour: Callable[..., Any], service: str, method: str) -> Callable[..., Any]:
     async def edge(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        began, code = time.monotonic(), "OK"
-        try:
-            _require_deadline(context)
+        async with _edge(context, service, method):
             return await behaviour(request, context)
-        except NexrlError as error:
-            code = error.status
-            await _abort(context, error)
-        except grpc.aio.AbortError:
-            code = context.code().name if context.code() else "UNKNOWN"
-            raise
-        except Exception:
-            code = "INTERNAL"
-            log.exception("%s/%s failed", service, method)
-            await _abort(context, NexrlError(f"internal error in {service}/{method}; the service's log has it"))
-        finally:
-            _count(service, method, code, began)
 
     return edge
 
 
 def _stream(behaviour: Callable[..., Any], service: str, method: str) -> Callable[..., Any]:
     async def edge(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        began, code = time.monotonic(), "OK"
-        try:
-            _require_deadline(context)
+        async with _edge(context, service, method):
             async for message in behaviour(request, context):
                 yield message
-        except NexrlError as error:
-            code = error.status
-            await _abort(context, error)
-        finally:
-            _count(service, method, code, began)
 
     return edge
+
+
+@asynccontextmanager
+async def _edge(context: grpc.aio.ServicerContext[Any, Any], service: str, method: str) -> AsyncGenerator[None, None]:
+    began, code = time.monotonic(), "OK"
+    try:
+        _require_deadline(context)
+        yield
+    except NexrlError as error:
+        code = error.status
+        await _abort(context, error)
+    except (asyncio.CancelledError, GeneratorExit):  # by the client, its deadline, or the end of the drain
+        code = "CANCELLED"
+        raise
+    except Exception:
+        code = "INTERNAL"
+        log.exception("%s/%s failed", service, method)
+        await _abort(context, NexrlError(f"internal error in {service}/{method}; the service's log has it"))
+    finally:
+        HANDLED.labels(service, method, code).inc()
+        HANDLING_SECONDS.labels(service, method).observe(time.monotonic() - began)
 
 
 def _require_deadline(context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -101,8 +103,3 @@ def _require_deadline(context: grpc.aio.ServicerContext[Any, Any]) -> None:
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: NexrlError) -> None:
     status = rpc_status.to_status(status_from_error(error))
     await context.abort(status.code, status.details or "", status.trailing_metadata or ())
-
-
-def _count(service: str, method: str, code: str, began: float) -> None:
-    HANDLED.labels(service, method, code).inc()
-    HANDLING_SECONDS.labels(service, method).observe(time.monotonic() - began)

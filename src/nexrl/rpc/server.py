@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
+from prometheus_client import Gauge, start_http_server
 
+from nexrl import __version__
 from nexrl.activity import ActivityTracker
 from nexrl.errors import FailedPreconditionError, NexrlError
 from nexrl.observability.logging import configure_logging
@@ -23,6 +24,8 @@ from nexrl.spec import Experiment, load_resolved
 from nexrl.v1 import activity_service_pb2 as activity_pb
 
 log = logging.getLogger(__name__)
+
+BUILD_INFO = Gauge("nexrl_build_info", "1; the labels say what runs here.", ["version", "role"])
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -54,6 +57,7 @@ class ServiceProcess:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self.port = self._bind()
         self._metrics_server, self.metrics_port = self._serve_metrics()
+        BUILD_INFO.labels(__version__, role).set(1)
         self.activity = self._connect_activity()
 
     @property
@@ -111,7 +115,11 @@ class ServiceProcess:
             task.cancel()
         await asyncio.wait(self._tasks, timeout=self.settings.drain_seconds) if self._tasks else None
         for closer in reversed(self._closers):
-            await closer()
+            try:
+                await closer()
+            except Exception:
+                # The others still have to end what they hold, and what made the process stop must not be hidden.
+                log.exception("closing failed")
         self._metrics_server.shutdown()
         self._metrics_server.server_close()
 
@@ -148,7 +156,9 @@ class ServiceProcess:
             metrics_url=f"http://{self.settings.host}:{self.metrics_port}/metrics",
         )
         channel = self.connect(self.settings.controller) if self.settings.controller else None
-        return ActivityTracker(module, channel)
+        activity = ActivityTracker(module, channel)
+        self.on_close(activity.reports_sent)
+        return activity
 
 
 def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -> None:

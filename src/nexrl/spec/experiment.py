@@ -230,7 +230,12 @@ class RolloutSpec(Section):
         "as mathematics; "
         "agent: an environment owns the conversation; mock: made-up trajectories that never ask the engine.",
     )
-    replicas: Replicas = Field(default=1, description="Rollout processes (pods).")
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        le=1024,
+        description="Rollout processes (pods); 0 when only workers of your own feed the experiment.",
+    )
     workers: int = Field(default=32, ge=1, le=4096, description="Samples produced at the same time by each process.")
     environment: Reference | None = Field(
         default=None, description="`module:Class` of the environment; for type agent only."

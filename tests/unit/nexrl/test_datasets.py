@@ -43,6 +43,7 @@ def test_every_epoch_hands_out_each_task_once_in_an_order_that_can_be_repeated(
     assert order == [mock(size, seed).task(epoch, index)["id"] for index in range(size)]
 
 
+@pytest.mark.guide("Q6")
 def test_epochs_and_seeds_have_different_orders() -> None:
     def order(seed: int, epoch: int) -> tuple[str, ...]:
         source = TaskSource(mock(50).tasks, seed, shuffle=True, epochs=None)
@@ -70,6 +71,7 @@ def test_endless_data_has_no_last_position() -> None:
     assert mock(3).locate(10**9) == (333333333, 1)
 
 
+@pytest.mark.guide("Q7")
 def test_jsonl_rows_become_tasks_with_their_other_fields_as_metadata(tmp_path: Path) -> None:
     text = '{"question": "1+1=", "gold": 2, "level": {"of": 1}}\n\n{"question": "é", "gold": "x"}\n'
     source = jsonl(tmp_path, text, prompt_field="question", answer_field="gold")
@@ -124,6 +126,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         open_dataset(JsonlDataSpec(type="jsonl", path="tasks.jsonl"), tmp_path)
 
 
+@pytest.mark.guide("Q7")
 def test_parquet_rows_become_tasks(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": [1, 2], "kind": ["x", None]}), tmp_path / "t")
     source = open_dataset(ParquetDataSpec(type="parquet", path="t"), tmp_path)
@@ -165,6 +168,7 @@ def factory(folder: Path, body: str, module: str) -> TaskSource:
     return open_dataset(PythonDataSpec(type="python", factory=f"{module}:tasks"), folder, "validation")
 
 
+@pytest.mark.guide("E1", "Q5")
 def test_a_factory_beside_the_file_is_called_with_the_split(tmp_path: Path) -> None:
     source = factory(tmp_path, "return [{'prompt': split, 'answer': 1}]", "tasks_of_a_split")
     assert source.tasks[0]["prompt"] == "validation"
@@ -231,6 +235,7 @@ def test_both_sources_are_checked(tmp_path: Path) -> None:
     assert [violation.field for violation in caught.value.violations] == ["spec.data.path", "spec.validation.data.path"]
 
 
+@pytest.mark.guide("E1", "Q39")
 def test_validation_makes_one_pass_in_order() -> None:
     source = open_dataset(MockDataSpec(type="mock", size=4, epochs=7), Path(), "validation")
     assert source.total == 4

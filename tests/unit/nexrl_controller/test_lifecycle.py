@@ -100,6 +100,7 @@ def test_a_replayed_step_does_not_turn_progress_back() -> None:
     assert after(*RUNNING, MetricsPosted(3, {"loss": 1.0}), MetricsPosted(2, {"loss": 2.0})).step == 3
 
 
+@pytest.mark.guide("A6")
 def test_a_component_that_ends_is_started_again_and_the_phase_comes_back() -> None:
     validating = after(*RUNNING, ValidationStarted(0))
     restarting = after(exited("rollout-1", -9), state=validating)
@@ -158,7 +159,7 @@ def test_an_exit_while_stopping_is_expected() -> None:
     assert (state.phase, state.restarts) == (Phase.STOPPING, 0)
 
 
-@pytest.mark.guide("D6", "Q44", "Q46", "N5")
+@pytest.mark.guide("D6", "N5", "Q44", "Q46", "S3")
 @pytest.mark.parametrize(
     ("policy", "stopped_by"),
     [

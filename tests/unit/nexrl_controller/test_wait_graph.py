@@ -1,5 +1,7 @@
 """A stall is found, its blocking edge named, and nothing else is taken for one."""
 
+import pytest
+
 from nexrl_controller.activity import Module, Work
 from nexrl_controller.wait_graph import find_stall
 
@@ -18,6 +20,7 @@ def busy(activity: str, start: float = SINCE + 1) -> Work:
     return Work(activity, activity, start)
 
 
+@pytest.mark.guide("S5", "S8")
 def test_the_blocking_edge_is_the_end_of_the_trainers_chain() -> None:
     stall = find_stall(
         [

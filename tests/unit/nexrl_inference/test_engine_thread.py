@@ -107,6 +107,7 @@ async def test_cancel_returns_what_there_is_to_the_waiter(engine: Engine, model:
     assert all(len(c.token_ids) >= 3 for c in result.completions)
 
 
+@pytest.mark.guide("L14", "Q37")
 async def test_weights_loaded_under_way_take_over_between_two_tokens(
     engine: Engine, model: PreTrainedModel, reference_logprobs: Reference
 ) -> None:

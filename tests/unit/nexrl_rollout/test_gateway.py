@@ -201,6 +201,7 @@ async def test_engine_error_is_an_openai_error(error: NexrlError, status: int) -
         assert not session.trajectories(0.0, {}, {})
 
 
+@pytest.mark.guide("F3", "G10", "G18")
 async def test_tool_calls_are_parsed_and_their_results_extend_the_chain() -> None:
     written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     engine = spelled(written)

@@ -48,6 +48,7 @@ async def test_replica_with_the_fewest_completions_in_flight_is_chosen() -> None
         await asyncio.gather(*waiting)
 
 
+@pytest.mark.guide("F2", "S3")
 async def test_failed_request_goes_to_another_replica_under_the_same_request_id() -> None:
     engines = FakeEngine(errors=[NexrlError("broken")]), FakeEngine(errors=[NexrlError("broken too")])
     async with policy_over(*engines) as policy:
@@ -58,6 +59,7 @@ async def test_failed_request_goes_to_another_replica_under_the_same_request_id(
     assert all(engine.requests for engine in engines)
 
 
+@pytest.mark.guide("F2", "Q36")
 async def test_failures_beyond_the_limit_are_raised() -> None:
     engine = FakeEngine(errors=[NexrlError(f"broken {attempt}") for attempt in range(3)])
     async with policy_over(engine, max_retries=1) as policy:
@@ -81,6 +83,7 @@ async def test_replica_that_cannot_be_reached_costs_no_retry() -> None:
     assert sum(len(engine.requests) for engine in engines) == 3
 
 
+@pytest.mark.guide("F2", "F4")
 async def test_only_ready_replicas_are_asked_and_readiness_is_waited_for() -> None:
     engine, registry = FakeEngine(), FakeWeightSync()
     async with serving(engine) as address, serving(registry) as registry_address:

@@ -49,7 +49,7 @@ def says(*texts: str, codec: TextCodec = SCRATCH, end: int = EOS) -> FakeEngine:
     return FakeEngine(reply)
 
 
-@pytest.mark.guide("G9", "G16")
+@pytest.mark.guide("B2", "G9", "G16", "Q8")
 async def test_simple_samples_a_whole_group_in_one_call_and_scores_each() -> None:
     engine = says("21", "12")
     async with policy_over(engine) as policy:
@@ -110,6 +110,7 @@ async def test_grouping_keys_of_the_pool_travel_as_metadata() -> None:
     assert dict(result.trajectories[0].metadata) == {"task_id": "train-0", "level": "3"}
 
 
+@pytest.mark.guide("Q8")
 async def test_math_goes_through_the_chat_template_and_grades_the_last_number() -> None:
     end = CHAT.encode("<|im_end|>")[0]
     engine = says("it is 21", codec=CHAT, end=end)
@@ -122,6 +123,7 @@ async def test_math_goes_through_the_chat_template_and_grades_the_last_number() 
     assert result.trajectories[0].reward == 1.0
 
 
+@pytest.mark.guide("Q8")
 async def test_mock_needs_no_engine_and_is_decided_by_the_sample() -> None:
     async with policy_over(FakeEngine()) as policy:
         worker = MockWorker(policy, SCRATCH, experiment(type="mock"))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from nexrl.models import build_model, build_tokenizer
@@ -46,23 +47,23 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def build_batch() -> Callable[..., TrainBatch]:
-    """Builds a batch of sequences of several lengths from a seed; loss masks may have holes, as in multi-turn use."""
+    """Builds a batch of samples of two tasks from a seed; loss masks may have holes, as in multi-turn use."""
 
     def build(seed: int, sequences: int = 6) -> TrainBatch:
         random = np.random.default_rng(seed)
-        return TrainBatch.pack([_sequence(random) for _ in range(sequences)])
+        contexts = [random.integers(4, 15, int(random.integers(1, 5))) for _ in range(2)]
+        return TrainBatch.pack([_sequence(random, contexts[number % 2]) for number in range(sequences)])
 
     return build
 
 
-def _sequence(random: np.random.Generator) -> TrainSequence:
-    length = int(random.integers(3, 12))
-    mask = random.random(length) < 0.6
-    mask[0], mask[1] = False, True
+def _sequence(random: np.random.Generator, context: NDArray[np.int64]) -> TrainSequence:
+    own = int(random.integers(1, 9))
+    mask = np.concatenate([np.zeros(len(context), bool), [True], random.random(own - 1) < 0.6])
     return TrainSequence(
-        token_ids=random.integers(4, 15, length),
+        token_ids=np.concatenate([context, random.integers(4, 15, own)]),
         loss_mask=mask,
-        rollout_logprobs=-3 * random.random(length),
+        rollout_logprobs=-3 * random.random(len(mask)),
         advantage=float(random.normal()),
-        reference_logprobs=-3 * random.random(length),
+        reference_logprobs=-3 * random.random(len(mask)),
     )

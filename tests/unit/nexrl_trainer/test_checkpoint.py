@@ -40,6 +40,7 @@ def save(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> 
     return save_checkpoint(folder, learner, tokenizer, CheckpointMetadata(step=learner.step))
 
 
+@pytest.mark.guide("J12", "L18")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_resumed_run_equals_the_run_that_was_never_stopped(
@@ -79,6 +80,7 @@ def test_hugging_face_opens_a_checkpoint(
     assert AutoTokenizer.from_pretrained(path)("42=").input_ids == tokenizer("42=").input_ids
 
 
+@pytest.mark.guide("D9", "L18")
 def test_latest_is_judged_by_number(
     tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -100,6 +102,7 @@ def sync_calls_of_a_save(folder: Path, learner: Learner, tokenizer: PreTrainedTo
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.guide("D9")
 def test_a_writer_killed_at_any_write_leaves_the_previous_checkpoint_the_latest(
     tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -128,6 +131,7 @@ def test_a_step_is_saved_once(tmp_path: Path, build_learner: BuildLearner, token
         save(tmp_path, learner, tokenizer)
 
 
+@pytest.mark.guide("S11")
 def test_a_damaged_file_is_noticed_and_the_learner_left_alone(
     tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -143,6 +147,7 @@ def test_a_damaged_file_is_noticed_and_the_learner_left_alone(
     assert_equal_state(fresh, build_learner())
 
 
+@pytest.mark.guide("S11")
 def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -151,6 +156,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         load_checkpoint(path, build_learner(dtype="bfloat16"))
 
 
+@pytest.mark.guide("D9", "S11")
 def test_an_unfinished_checkpoint_is_not_loaded(tmp_path: Path, build_learner: BuildLearner) -> None:
     (tmp_path / "global_step_7").mkdir()
     assert find_latest_checkpoint(tmp_path) is None
@@ -158,6 +164,7 @@ def test_an_unfinished_checkpoint_is_not_loaded(tmp_path: Path, build_learner: B
         load_checkpoint(tmp_path / "global_step_7", build_learner())
 
 
+@pytest.mark.guide("Q24")
 def test_pruning_keeps_the_newest(
     tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
 ) -> None:

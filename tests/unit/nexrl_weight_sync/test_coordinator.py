@@ -161,6 +161,7 @@ def test_a_silent_replica_is_put_out_and_one_that_speaks_is_not() -> None:
     assert [member.replica_id for member in made.members] == ["a"]
 
 
+@pytest.mark.guide("L6", "L13", "L14")
 @pytest.mark.parametrize(("max_lag_steps", "blocks"), [(0, True), (1, False), (None, False)])
 def test_the_gate_closes_when_the_committed_version_lags_too_far(max_lag_steps: int | None, blocks: bool) -> None:
     made = coordinator("a", max_lag_steps=max_lag_steps)
@@ -175,6 +176,7 @@ def test_the_gate_closes_when_the_committed_version_lags_too_far(max_lag_steps: 
     assert made.gate() == "no replica serves the committed version 1"
 
 
+@pytest.mark.guide("L11", "L12")
 def test_a_validation_holds_later_versions_but_neither_rollouts_nor_a_replica_that_returns() -> None:
     made = coordinator("a", is_due=lambda policy_version: policy_version == 2)
     synced(made, 2)

@@ -14,6 +14,7 @@ def spec(**sections: object) -> ExperimentSpec:
     return ExperimentSpec.model_validate_json(json.dumps(document | room | sections))
 
 
+@pytest.mark.guide("L1", "L2", "L3", "Q26", "Q27")
 @pytest.mark.parametrize(
     ("weight_sync", "max_lag_steps"),
     [({"mode": "sync"}, 0), ({"mode": "batch-async", "stalenessThreshold": 3}, 3), ({"mode": "fully-async"}, None)],
@@ -24,6 +25,7 @@ def test_the_mode_decides_how_far_the_committed_version_may_lag(
     assert rules(spec(weightSync=weight_sync)).max_lag_steps == max_lag_steps
 
 
+@pytest.mark.guide("Q38", "R6", "S10")
 @pytest.mark.parametrize(
     ("settings", "due"),
     [

@@ -1,0 +1,118 @@
+"""Micro-batches: the padded rows of one forward pass. Pure NumPy: what a step computes must not depend on the split.
+
+Samples of one task begin with the same context, which is fed once: a row is the context, then one continuation after
+another, each of which sees the context and itself. Suffixes: _B rows, _T columns, _P predicted tokens, flat.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nexrl_trainer.batching import TrainBatch
+
+SHARED_ROW_TOKENS = 512
+"""Longest shared row: attention costs its square, and a long continuation saves little by sharing."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass needs. All int64, padded on the right, where causal attention never looks.
+
+    `segments_BT`: 0 for the context, 1, 2, … for the continuations of a shared row; a row of one sequence is all 0. A
+    column sees the columns up to itself of segment 0 and of its own. `position_ids_BT` counts from each sequence's
+    start. Token `tokens_P[i]` of the batch (index into _N) is predicted at the flat input position `positions_P[i]`.
+    """
+
+    input_ids_BT: NDArray[np.int64]
+    position_ids_BT: NDArray[np.int64]
+    segments_BT: NDArray[np.int64]
+    positions_P: NDArray[np.int64]
+    tokens_P: NDArray[np.int64]
+
+    @property
+    def is_shared(self) -> bool:
+        """True when some row has several sequences, so that plain causal attention would see too much."""
+        return bool(self.segments_BT.any())
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """`start` in the batch; `context`: tokens before the first trained one; `inputs`: before the last one."""
+
+    start: int
+    context: int
+    inputs: int
+
+
+def split_batch(batch: TrainBatch, max_tokens: int, shared_row_tokens: int = SHARED_ROW_TOKENS) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` padded input tokens, shortest rows first, otherwise in batch order.
+
+    A row longer than the limit gets a micro-batch of its own; a sequence with nothing to train is left out. Rows of
+    several sequences have at most `shared_row_tokens`: 0 shares none.
+    """
+    rows = sorted(_rows(batch, shared_row_tokens), key=_length)
+    return [_micro_batch(batch, part) for part in _cut(rows, max_tokens)]
+
+
+def _sequences(batch: TrainBatch) -> Iterator[_Sequence]:
+    start = 0
+    for length in batch.lengths_B.tolist():
+        trained = np.flatnonzero(batch.loss_mask_N[start : start + length])
+        if len(trained):
+            # Nothing after the last trained token is predicted, so nothing after the one before it is fed.
+            yield _Sequence(start, int(trained[0]), int(trained[-1]))
+        start += length
+
+
+def _rows(batch: TrainBatch, shared_row_tokens: int) -> list[list[_Sequence]]:
+    rows: list[list[_Sequence]] = []
+    open_rows: dict[bytes, list[_Sequence]] = {}
+    for sequence in _sequences(batch):
+        context = batch.token_ids_N[sequence.start : sequence.start + sequence.context].tobytes()
+        row = open_rows.get(context)
+        if row is None or _length(row) + sequence.inputs - sequence.context > shared_row_tokens:
+            open_rows[context] = row = []
+            rows.append(row)
+        row.append(sequence)
+    return rows
+
+
+def _length(row: Sequence[_Sequence]) -> int:
+    return row[0].context + sum(sequence.inputs - sequence.context for sequence in row)
+
+
+def _cut(rows: Sequence[list[_Sequence]], max_tokens: int) -> Iterator[Sequence[list[_Sequence]]]:
+    first = 0
+    for end, row in enumerate(rows):
+        # Ascending lengths: this row is as long as the padded micro-batch would be with it.
+        if end > first and (end - first + 1) * _length(row) > max_tokens:
+            yield rows[first:end]
+            first = end
+    if first < len(rows):
+        yield rows[first:]
+
+
+def _micro_batch(batch: TrainBatch, rows: Sequence[Sequence[_Sequence]]) -> MicroBatch:
+    width = _length(rows[-1])
+    input_ids_BT, position_ids_BT, segments_BT = (np.zeros((len(rows), width), np.int64) for _ in range(3))
+    positions: list[NDArray[np.int64]] = []
+    tokens: list[NDArray[np.int64]] = []
+    for number, row in enumerate(rows):
+        context, column = row[0].context, row[0].context
+        input_ids_BT[number, :context] = batch.token_ids_N[row[0].start : row[0].start + context]
+        position_ids_BT[number, :context] = np.arange(context)
+        for segment, sequence in enumerate(row, start=1):
+            own = slice(column, column + sequence.inputs - context)
+            input_ids_BT[number, own] = batch.token_ids_N[sequence.start + context : sequence.start + sequence.inputs]
+            position_ids_BT[number, own] = np.arange(context, sequence.inputs)
+            segments_BT[number, own] = segment if len(row) > 1 else 0
+            mask = batch.loss_mask_N[sequence.start + context : sequence.start + sequence.inputs + 1]
+            offsets = np.flatnonzero(mask)  # of trained tokens, from the end of the context
+            # The first one is predicted by the context's last column, the others by the column before their own.
+            columns = np.where(offsets == 0, context - 1, column + offsets - 1)
+            positions.append(number * width + columns)
+            tokens.append(sequence.start + context + offsets)
+            column = own.stop
+    return MicroBatch(input_ids_BT, position_ids_BT, segments_BT, np.concatenate(positions), np.concatenate(tokens))

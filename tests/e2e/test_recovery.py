@@ -1,0 +1,87 @@
+"""What a run survives: its launcher killed, Ctrl-C, and the death of each of its processes."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from nexrl.datasets import open_datasets
+from nexrl.spec import load_resolved
+from nexrl.store import Redis, key_prefix
+from nexrl_trajectory_pool.ledger import Ledger, LedgerState
+from nexrl_trajectory_pool.pool import training_rules
+from tests.support.runs import GONE_SECONDS, batches_of, eventually, metrics_of, processes_in, running
+
+pytestmark = [pytest.mark.e2e]
+
+INTERRUPTED_EXIT = 130
+BATCH_SIZE = 32
+SMALL_BATCHES = (f"trajectoryPool.batchSize={BATCH_SIZE}", "rollout.workers=32")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.guide("D3", "D8", "D9", "L18", "Q41", "J10")
+async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path: Path) -> None:
+    overrides = (*SMALL_BATCHES, "trainer.steps=60", "checkpoint.everySteps=8", "resume.mode=auto")
+
+    async with running(tmp_path, *overrides, seconds=90) as run:
+        await run.until_step(12)
+        run.launcher.kill()
+        await run.launcher.wait()
+        await eventually(lambda: not processes_in(tmp_path), seconds=GONE_SECONDS)
+    killed_after = [line["step"] for line in steps_of(run.folder)][-1]
+
+    async with running(tmp_path, *overrides, seconds=90) as run:
+        await run.until_step(int(killed_after) + 3)
+        run.launcher.send_signal(signal.SIGINT)
+        assert await run.launcher.wait() == INTERRUPTED_EXIT
+        assert not processes_in(tmp_path)
+    interrupted_after = [line["step"] for line in steps_of(run.folder)][-1]
+    assert (run.folder / "checkpoints" / f"global_step_{interrupted_after:.0f}").is_dir()
+
+    async with running(tmp_path, *overrides, seconds=90) as run:
+        assert await run.launcher.wait() == 0
+
+    lines = steps_of(run.folder)
+    assert {line["step"] for line in lines} == {*range(1, 61)}
+    after_ctrl_c = [line["step"] for line in lines if line["step"] > interrupted_after]
+    assert after_ctrl_c == [*range(int(interrupted_after) + 1, 61)]
+    for step in range(1, 61):  # what was lost with the launcher was trained again, on the same batches
+        assert len({(line["reward_mean"], line["loss"]) for line in lines if line["step"] == step}) == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.guide("A6", "S3")
+async def test_the_death_of_any_process_costs_no_step_and_no_sample(tmp_path: Path, redis: Redis, redis_url: str) -> None:
+    steps, mortals = 80, ("rollout-0", "inference-0", "trajectory-pool", "weight-sync", "controller", "trainer")
+    overrides = (*SMALL_BATCHES, f"trainer.steps={steps}", "rollout.leaseSeconds=6", f"redis.url={redis_url}")
+
+    async with running(tmp_path, *overrides, seconds=240) as run:
+        step = 0
+        for name in mortals:
+            step = await run.until_step(step + 2)
+            mortal = await run.process(name)
+            os.kill(mortal.pid, signal.SIGKILL)
+            await run.process(name, other_than=mortal)
+        assert await run.launcher.wait() == 0
+
+    assert {line["step"] for line in steps_of(run.folder)} == {*range(1, steps + 1)}
+    trained = batches_of(run.folder)[:steps]
+    sample_ids = [sample.sample_id for batch in trained for group in batch.groups for sample in group.samples]
+    assert len(sample_ids) == len(set(sample_ids)) == steps * BATCH_SIZE
+    ledger = await ledger_of(run.folder, redis)
+    assert ledger.imbalance == 0
+    assert ledger["trained"] == ledger["durable"] == steps * BATCH_SIZE
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    """Metrics of training steps, as they were written: of a step that was trained again, more than once."""
+    return [line for line in metrics_of(run) if "reward_mean" in line]
+
+
+async def ledger_of(run: Path, redis: Redis) -> LedgerState:
+    """The ledger that a run has left in `redis`."""
+    experiment = load_resolved(run / "experiment.yaml")
+    rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train)
+    return await Ledger(redis, key_prefix(experiment.metadata.name, experiment.spec.model.tag), rules).state()

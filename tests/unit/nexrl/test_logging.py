@@ -1,0 +1,55 @@
+"""Every process logs in one format."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from nexrl.observability.logging import JsonFormatter, configure_logging
+
+
+def record(message: str, **extra: object) -> logging.LogRecord:
+    made = logging.getLogger("nexrl_trainer").makeRecord
+    return made("nexrl_trainer.loop", logging.INFO, __file__, 1, message, ("4",), None, extra=extra)
+
+
+@pytest.mark.guide("C6", "P3")
+def test_a_line_says_when_where_and_what_with_all_that_was_given() -> None:
+    line = json.loads(JsonFormatter("sums", "trainer").format(record("step %s", step=4, loss=0.5)))
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "INFO",
+        "experiment": "sums",
+        "instance": "trainer",
+        "logger": "nexrl_trainer.loop",
+        "message": "step 4",
+        "step": 4,
+        "loss": 0.5,
+    }
+
+
+def test_an_exception_is_one_line_with_its_traceback() -> None:
+    failed = record("step %s")
+    try:
+        raise ValueError("loss is NaN")
+    except ValueError:
+        failed.exc_info = sys.exc_info()
+    text = JsonFormatter("sums", "trainer").format(failed)
+    assert "\n" not in text
+    assert json.loads(text)["traceback"].endswith("ValueError: loss is NaN")
+
+
+@pytest.mark.guide("P3")
+def test_the_root_logger_writes_it_from_the_given_level_on(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        configure_logging("sums", "rollout-0", "WARNING")
+        logging.getLogger("any").info("not shown")
+        logging.getLogger("any").warning("shown")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (json.loads(line)["instance"], json.loads(line)["message"]) == ("rollout-0", "shown")
