@@ -1,4 +1,4 @@
-"""The command line: nexrl run | validate | serve | status."""
+"""The command line: nexrl run | validate | status | trajectories | serve."""
 
 import asyncio
 import sys
@@ -62,6 +62,20 @@ def status(
     from nexrl.local.status import print_status
 
     asyncio.run(print_status(run_folder))
+
+
+@app.command()
+def trajectories(
+    run_folder: Annotated[Path, typer.Argument(help="The folder of a run, as runs/sort-digits.")],
+    batch: Annotated[
+        int | None, typer.Option(help="Number of the batch, from 0; the newest by default.", min=0)
+    ] = None,
+) -> None:
+    """Print the trajectories of one batch, a JSON object a line."""
+    from nexrl.local.trajectories import lines, read_batch
+
+    for line in lines(read_batch(run_folder, batch)):
+        typer.echo(line)
 
 
 @app.command()
