@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nexrl.models import build_model, build_tokenizer
+from nexrl.models import build_model
 from nexrl.spec import Experiment, load_experiment
+from nexrl.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENT = ROOT / "examples/sort-digits/experiment.yaml"

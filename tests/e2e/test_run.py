@@ -19,7 +19,7 @@ from nexrl.rpc.client import call, connect
 from nexrl.spec import load_resolved
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
-from tests.support.runs import EXPERIMENT, NAME, Run, metrics_of, nexrl, running, batches_of
+from tests.support.runs import EXPERIMENT, NAME, Run, batches_of, metrics_of, nexrl, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

@@ -191,6 +191,21 @@ async def _train(ledger: Ledger, incarnation: int, steps: range) -> list[bytes |
     return seen
 
 
+@pytest.mark.guide("B1", "J1", "J3")
+async def test_the_model_tag_decides_whose_samples_and_train_batches_these_are(
+    make: Make, redis: Redis, experiment_name: str, clock: Clock
+) -> None:
+    default, other = make(), Ledger(redis, key_prefix(experiment_name, "other"), rules(), clock)
+    await fill_batch(default)
+    batch, _ = await default.lease_batch("", 60)
+    assert batch is not None
+    await default.put_train_batch("", batch.batch, batch.attempt, b"train")
+    assert (await other.lease_batch("", 60))[0] is None
+    assert (await other.lease_train_batch(0, 0))[0] is None
+    assert len((await other.lease_tasks("", 64, 60)).tasks) == 2  # its credit is its own
+    assert (await default.lease_train_batch(0, 0))[0] == b"train"
+
+
 @pytest.mark.guide("J3", "J14")
 async def test_a_killed_trainer_replays_the_steps_that_no_checkpoint_contains(make: Make) -> None:
     ledger = make()

@@ -114,7 +114,7 @@ class LedgerMachine(RuleBasedStateMachine):
         grouping=st.sampled_from(sorted(GROUPINGS)),
         readiness=st.sampled_from(sorted(READINESS)),
         staleness=st.integers(0, 2),
-        positions=st.integers(1, 8),
+        positions=st.integers(1, 24),
         max_attempts=st.integers(1, 2),
         max_queued=st.integers(1, 3),
         release_incomplete=flags,
@@ -171,6 +171,16 @@ class LedgerMachine(RuleBasedStateMachine):
             expected = self.model.fail(sample, self._rules.max_attempts) if fails else "ACCEPTED"
             sample.state = "produced" if not fails else sample.state
         assert outcome == expected
+
+    @rule(fails=flags)
+    def put_all_that_is_held(self, fails: bool) -> None:
+        """Colours and ages differ from sample to sample: groups stay incomplete, and some are stale."""
+        held = [sample for grant in self._grants for task in grant.tasks for sample in task.samples]
+        for which, (sample_id, attempt) in enumerate(held):
+            sample = self.model.samples[sample_id]
+            if (sample.state, sample.attempt) == ("leased", attempt):
+                group, k = map(int, sample_id.split("."))
+                self.put(which, COLOURS[(group + k) % 2], k * (group % 3), fails and k == 1, twice=False)
 
     @rule(which=pick, renews=flags, twice=flags)
     def renew_or_return(self, which: int, renews: bool, twice: bool) -> None:
@@ -317,9 +327,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for _ in range(LONGEST_END):
             self._now += 2 * LEASE_SECONDS
             self.lease_tasks(6, twice=False)
-            for sample_id, attempt in [s for t in self._grants[-1].tasks for s in t.samples]:
-                held = [s for g in self._grants for t in g.tasks for s in t.samples]
-                self.put(held.index((sample_id, attempt)), COLOURS[0], 0, fails=False, twice=False)
+            self.put_all_that_is_held(fails=False)
             self.lease_batch(twice=False)
             if self._leases:
                 self.put_train_batch(len(self._leases) - 1, gives_back=False, twice=False)
@@ -378,7 +386,7 @@ def test_any_history_is_accounted_for_and_comes_to_an_end(redis_url: str) -> Non
     run_state_machine_as_test(
         lambda: LedgerMachine(redis_url),
         settings=settings(
-            max_examples=60,
+            max_examples=30,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

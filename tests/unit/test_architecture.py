@@ -47,7 +47,6 @@ GRPC = {
 
 REDIS = {
     "nexrl.store",
-    "nexrl.local.launcher",
     "nexrl_controller.state_store",
     "nexrl_trajectory_pool.wakeups",
     "nexrl_weight_sync.store",

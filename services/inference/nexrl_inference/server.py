@@ -6,9 +6,10 @@ import torch
 from aiohttp import web
 
 from nexrl.errors import FailedPreconditionError
-from nexrl.models import build_empty_model, build_tokenizer, iter_weights
+from nexrl.models import build_empty_model, iter_weights
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec import ExperimentSpec
+from nexrl.tokenizers import build_tokenizer
 from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from nexrl.weights.packing import tensor_specs

@@ -3,11 +3,11 @@
 from nexrl.client import RolloutClient
 from nexrl.environment import load_environment
 from nexrl.errors import InvalidArgumentError
-from nexrl.models import build_tokenizer
 from nexrl.policy import Policy
 from nexrl.rewards import load_reward
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec.experiment import Experiment
+from nexrl.tokenizers import build_tokenizer
 from nexrl_rollout.agent import AgentWorker
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.mock import MockWorker

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from nexrl.models import build_model, build_tokenizer
+from nexrl.models import build_model
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec import ExperimentSpec
+from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.publisher import WeightPublisher

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from nexrl.errors import NexrlError, TrainingFailedError, UnavailableError
+from nexrl.errors import AlreadyExistsError, NexrlError, TrainingFailedError, UnavailableError
 from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.report import write_report
@@ -72,6 +72,7 @@ async def _run(experiment: Experiment, options: RunOptions) -> int:
     if given_redis:  # first of all: the folder of an earlier run is put aside only for one that can begin
         await (await connect_redis(given_redis)).aclose()
     require_free(options.port)
+    _refuse_checkpoints_of_others(experiment)
     folder = RunFolder(options.root, experiment)
     if given_redis:  # only now: a run of this name that is on holds the folder, and needs its ledger
         await _prepare_redis(given_redis, experiment)
@@ -89,6 +90,15 @@ async def _run(experiment: Experiment, options: RunOptions) -> int:
     if ending.phase == pb.PHASE_FAILED:
         raise TrainingFailedError(f"{ending.reason}: {ending.message}; logs are in {folder.logs}")
     return 0
+
+
+def _refuse_checkpoints_of_others(experiment: Experiment) -> None:
+    """A trainer that starts again goes on from what its folder holds: it must not hold another run's checkpoints."""
+    path = experiment.spec.checkpoint.path
+    if path and experiment.spec.resume.mode != "auto" and any(Path(path).glob("global_step_*")):
+        raise AlreadyExistsError(
+            f"checkpoint.path: {path} holds checkpoints of an earlier run; take another folder, or resume.mode auto"
+        )
 
 
 async def _prepare_redis(url: str, experiment: Experiment) -> None:
@@ -110,7 +120,7 @@ class Launcher:
         self._folder = folder
         self._addresses = addresses
         self._redis_socket = redis_socket
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._interrupted = asyncio.Event()
         self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()
 
@@ -128,7 +138,7 @@ class Launcher:
                     await self._until_redis_answers(child)
                 return await self._follow(controller, pool)
             finally:
-                self._stopping = True
+                self._stopping.set()
                 await self._stop((*COMPONENTS, *CORE))
                 for task in supervisors:
                     task.cancel()
@@ -157,8 +167,8 @@ class Launcher:
             view.show(message.experiment)
             if message.experiment.phase in TERMINAL:
                 return message.experiment
-            if message.experiment.phase == pb.PHASE_STOPPING and not self._stopping:
-                self._stopping = True
+            if message.experiment.phase == pb.PHASE_STOPPING and not self._stopping.is_set():
+                self._stopping.set()
                 await self._stop(COMPONENTS)
         raise AssertionError("a watch has no end")
 
@@ -175,9 +185,9 @@ class Launcher:
                 await asyncio.sleep(0.02)
 
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
-        while not self._stopping:  # which may begin within the pause before a restart
+        while not self._stopping.is_set():  # which may begin within the pause before a restart
             code = await child.run()
-            if self._stopping and child.name in CORE:
+            if self._stopping.is_set() and child.name in CORE:
                 return
             delay_seconds = await self._verdict(child, code, controller)
             if delay_seconds is None:

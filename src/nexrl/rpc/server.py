@@ -48,6 +48,7 @@ class ServiceProcess:
         self.settings = settings
         self.experiment = experiment
         self.stopping = asyncio.Event()
+        self._is_ready = False
         self._names: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._closers: list[Callable[[], Awaitable[Any]]] = []
@@ -88,6 +89,7 @@ class ServiceProcess:
 
     async def set_ready(self, is_ready: bool = True) -> None:
         """Answer health checks with SERVING or NOT_SERVING."""
+        self._is_ready = is_ready
         serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ["", *self._names]:
             await self._health.set(name, serving if is_ready else not_serving)
@@ -97,6 +99,7 @@ class ServiceProcess:
         await self.set_ready(False)
         try:
             await start(self)
+            await self.set_ready(self._is_ready)  # also for what was added since
             if self.settings.reflection:
                 reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
             await self.server.start()

@@ -425,7 +425,8 @@ class WeightSyncSpec(Section):
     mode: Literal["sync", "batch-async", "fully-async"] = Field(
         default="sync",
         description="sync: everyone waits for the newest version; batch-async: workers wait when staleness would pass "
-        "stalenessThreshold; fully-async: nobody waits, replicas change weights between two tokens.",
+        "stalenessThreshold; fully-async: replicas change weights between two tokens, and only the threshold makes a "
+        "worker wait.",
     )
     staleness_threshold: int = Field(
         default_factory=lambda known: 0 if known.get("mode", "sync") == "sync" else 1,
@@ -555,9 +556,6 @@ class ErrorMonitorSpec(Section):
     """What errors reported by components lead to."""
 
     enabled: bool = Field(default=True, description="Whether reported errors can stop the experiment.")
-    check_interval_seconds: Seconds = Field(
-        default=1.0, description="Longest time between an error and its consequence."
-    )
     policy: Literal["stop_on_error", "continue", "stop_on_critical"] = Field(
         default="stop_on_critical",
         description="Severity that stops the experiment: ERROR or CRITICAL, never, or CRITICAL only.",

@@ -76,7 +76,6 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "Q42": [{"resume.path": "global_step_3", "resume.mode": "from_path"}],
     "Q43": [{"logger.backends": ["wandb"]}, {"logger.backends": ["console", "jsonl"]}],
     "Q44": [{"monitor.errors.enabled": is_on} for is_on in (True, False)],
-    "Q45": [{"monitor.errors.checkIntervalSeconds": 2.0}],
     "Q46": [{"monitor.errors.policy": policy} for policy in ("stop_on_error", "continue", "stop_on_critical")],
     "Q47": [{"monitor.health.enabled": is_on} for is_on in (True, False)],
     "Q48": [{"monitor.health.checkIntervalSeconds": 10.0}],

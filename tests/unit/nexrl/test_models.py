@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nexrl.errors import InvalidArgumentError
-from nexrl.models import build_config, build_empty_model, build_model, build_tokenizer, iter_weights
+from nexrl.models import build_config, build_empty_model, build_model, iter_weights
 from nexrl.spec.experiment import ModelSpec, ScratchModelSpec
+from nexrl.tokenizers import build_tokenizer
 
 ALPHABET = "0123456789=\n"
 SCRATCH = ModelSpec(

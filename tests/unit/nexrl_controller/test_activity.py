@@ -45,6 +45,13 @@ def test_a_death_is_told_once_and_a_heartbeat_brings_back(activity: Activity, cl
     assert activity.modules[0].is_alive
 
 
+@pytest.mark.guide("O5", "S13")
+def test_the_members_of_a_role_can_be_listed(activity: Activity) -> None:
+    for module in (ROLLOUT, TRAINER, Module("rollout-1", role="rollout")):
+        activity.heartbeat(module, [])
+    assert [module.name for module in activity.modules if module.role == "rollout"] == ["rollout-0", "rollout-1"]
+
+
 @pytest.mark.guide("M3", "M4", "M5")
 def test_work_is_in_flight_between_its_start_and_its_end(activity: Activity) -> None:
     activity.start_work("script", "1", "evaluate")

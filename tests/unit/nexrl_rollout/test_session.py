@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexrl.models import build_tokenizer
 from nexrl.policy import Sampling
+from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.trajectory_pb2 import Trajectory
 from nexrl_rollout.session import Session, SessionPrompt
 from nexrl_rollout.text import TextCodec

@@ -8,9 +8,9 @@ import pytest
 
 from nexrl.environment import Endpoint, Outcome, Task
 from nexrl.errors import InvalidArgumentError
-from nexrl.models import build_tokenizer
 from nexrl.policy import Policy
 from nexrl.rewards import exact_match, math_answer
+from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.trajectory_pb2 import (
     VERDICT_ENV_ERROR,

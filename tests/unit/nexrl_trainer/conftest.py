@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from nexrl.models import build_model, build_tokenizer
+from nexrl.models import build_model
 from nexrl.spec.experiment import AlgorithmSpec, ModelSpec, ScratchModelSpec
+from nexrl.tokenizers import build_tokenizer
 from nexrl_trainer.batching import TrainBatch, TrainSequence
 from nexrl_trainer.step import Learner, LearnerSettings
 

@@ -1,0 +1,145 @@
+"""What a process tells of itself: work in flight, heartbeats, errors that pass through tracked work."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from nexrl.activity import ActivityTracker
+from nexrl.errors import NexrlError
+from nexrl.rpc.client import connect
+from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.v1 import activity_service_pb2 as pb
+from nexrl.v1.activity_service_pb2_grpc import add_ActivityServiceServicer_to_server
+from tests.support.rollout import Fake
+
+Context = grpc.aio.ServicerContext[Any, Any]
+MODULE = pb.Module(name="rollout-0", role="rollout", address="127.0.0.1:1")
+
+
+class FakeController(Fake):
+    """Keeps what it is told; refuses the first `refusals` heartbeats."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        super().__init__()
+        self.modules: list[pb.Module] = []
+        self.errors: list[pb.ErrorReport] = []
+        self.metrics: list[pb.PostMetricsRequest] = []
+        self._refusals = refusals
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        self.modules.append(request.module)
+        await self._notify()
+        if len(self.modules) <= self._refusals:
+            raise NexrlError("not now")
+        return pb.HeartbeatResponse(interval_seconds=0.01)
+
+    async def ReportError(self, request: pb.ReportErrorRequest, context: Context) -> pb.ReportErrorResponse:
+        self.errors.append(request.error)
+        await self._notify()
+        return pb.ReportErrorResponse(error_id=f"error-{len(self.errors)}")
+
+    async def PostMetrics(self, request: pb.PostMetricsRequest, context: Context) -> pb.PostMetricsResponse:
+        self.metrics.append(request)
+        return pb.PostMetricsResponse()
+
+
+@asynccontextmanager
+async def tracked_by(controller: FakeController) -> AsyncIterator[ActivityTracker]:
+    server = grpc.aio.server(interceptors=[EdgeInterceptor()])
+    add_ActivityServiceServicer_to_server(controller, server)  # type: ignore[arg-type]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with connect(f"127.0.0.1:{port}") as channel:
+            yield ActivityTracker(MODULE, channel)
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.guide("C2", "C4", "M3", "M4", "M5", "M16", "R5")
+async def test_tracked_work_is_in_flight_while_its_block_runs() -> None:
+    tracker = ActivityTracker(MODULE, None)
+    assert tracker.is_quiescent()
+    with tracker.track("rollout", waiting_on="inference"), tracker.track("put"):
+        snapshot = tracker.snapshot()
+        assert [(work.activity, work.waiting_on) for work in snapshot.work] == [("rollout", "inference"), ("put", "")]
+        assert len({work.token for work in snapshot.work}) == 2
+        assert not tracker.is_quiescent()
+    assert tracker.is_quiescent()
+    assert tracker.module_name == "rollout-0"
+    assert not MODULE.work, "the module it was given stays as it was"
+
+
+@pytest.mark.guide("M17", "S1", "S3")
+async def test_an_exception_that_leaves_tracked_work_is_reported_once_and_goes_on() -> None:
+    async with tracked_by(controller := FakeController()) as tracker:
+        with pytest.raises(ZeroDivisionError), tracker.track("step"), tracker.track("train"):
+            raise ZeroDivisionError("no step")
+        await tracker.reports_sent()
+        assert tracker.is_quiescent()
+    (error,) = controller.errors
+    assert (error.module, error.work_context, error.message) == ("rollout-0", "train", "no step")
+    assert (error.severity, error.exception_type) == (pb.SEVERITY_ERROR, "ZeroDivisionError")
+    assert "in test_an_exception" in error.exception_traceback
+
+
+async def test_cancellation_is_no_error() -> None:
+    async with tracked_by(controller := FakeController()) as tracker:
+        with pytest.raises(asyncio.CancelledError), tracker.track("train"):
+            raise asyncio.CancelledError
+        await tracker.reports_sent()
+    assert controller.errors == []
+
+
+@pytest.mark.guide("M11", "N3")
+async def test_a_report_gives_the_errors_id_and_carries_severity_and_details() -> None:
+    async with tracked_by(controller := FakeController()) as tracker:
+        error_id = await tracker.report(
+            "lost it", work_context="put", severity=pb.SEVERITY_WARNING, details={"group_id": "7"}
+        )
+    assert error_id == "error-1"
+    (error,) = controller.errors
+    assert (error.message, error.severity, dict(error.details)) == ("lost it", pb.SEVERITY_WARNING, {"group_id": "7"})
+    assert error.exception_type == ""
+
+
+async def test_a_controller_that_is_away_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexrl.activity.CALL_SECONDS", 0.1)
+    async with connect("127.0.0.1:1") as channel:
+        assert await ActivityTracker(MODULE, channel).report("lost it", work_context="put") == ""
+
+
+@pytest.mark.guide("M15", "M21")
+async def test_metrics_go_to_the_experiments_loggers_with_their_step() -> None:
+    async with tracked_by(controller := FakeController()) as tracker:
+        await tracker.post_metrics(3, {"reward_mean": 0.5})
+    assert [(posted.step, dict(posted.metrics)) for posted in controller.metrics] == [(3, {"reward_mean": 0.5})]
+
+
+@pytest.mark.guide("M8")
+async def test_heartbeats_enter_the_module_and_go_on_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexrl.activity.RETRY_SECONDS", 0.01)
+    async with tracked_by(controller := FakeController(refusals=2)) as tracker:
+        with tracker.track("train"):
+            beating = asyncio.create_task(tracker.send_heartbeats())
+            await controller.wait_for(lambda: len(controller.modules) >= 4)
+        await controller.wait_for(lambda: not controller.modules[-1].work)
+        beating.cancel()
+    first = controller.modules[0]
+    assert (first.name, first.role, first.address) == (MODULE.name, MODULE.role, MODULE.address)
+    assert [work.activity for work in first.work] == ["train"]
+
+
+async def test_without_a_controller_nothing_is_sent() -> None:
+    tracker = ActivityTracker(MODULE, None)
+    await tracker.send_heartbeats()
+    await tracker.post_metrics(1, {"loss": 1.0})
+    actions: list[Callable[[], Awaitable[object]]] = [
+        tracker.reports_sent,
+        lambda: tracker.report("x", work_context="y"),
+    ]
+    assert [await action() for action in actions] == [None, ""]

@@ -1,0 +1,45 @@
+"""A service process inside the test: real server, real sockets, settings of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from nexrl.rpc.server import ServiceProcess
+from nexrl.settings import Settings
+from nexrl.spec import Experiment
+
+
+def small_experiment(name: str = "test", **sections: Any) -> Experiment:
+    """Four steps of eight samples in groups of two; `sections` replaces sections, in the spelling of a file."""
+    spec = {
+        "model": {"scratch": {"alphabet": "0123456789", "hiddenSize": 16, "layers": 1, "heads": 2, "maxPositions": 32}},
+        "data": {"type": "mock", "size": 8, "shuffle": False},
+        "rollout": {"maxNewTokens": 8},
+        "trajectoryPool": {"batchSize": 4, "groupSize": 2},
+        "inference": {"maxTokensPerRow": 32},
+        "trainer": {"steps": 4},
+        **sections,
+    }
+    document = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": name}, "spec": spec}
+    return Experiment.model_validate(document)
+
+
+def settings(folder: Path, **values: Any) -> Settings:
+    """Settings of a process that listens on free ports of the loopback interface."""
+    return Settings(experiment_file=folder / "experiment.yaml", run_dir=folder, instance="test-0", **values)
+
+
+@asynccontextmanager
+async def running_service(
+    folder: Path, start: Callable[[ServiceProcess], Awaitable[None]], **values: Any
+) -> AsyncIterator[ServiceProcess]:
+    """The process while it serves, as `nexrl serve` runs it; stopped at the end, or by itself. Raises what failed."""
+    process = ServiceProcess("test", settings(folder, **values), small_experiment())
+    running = asyncio.create_task(process.run(start))
+    try:
+        yield process
+    finally:
+        process.stopping.set()
+        await running
