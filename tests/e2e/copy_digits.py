@@ -17,7 +17,7 @@ def tasks(split: str) -> list[dict[str, str]]:
 
 
 def reward(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str, float]:
-    """Share of characters in the right place, halved if the policy did not end the completion; `exact`: all is right."""
+    """Share of characters in place, halved if the policy did not end the completion; `exact`: all is right."""
     while HOLD.exists():
         time.sleep(0.02)
     answer = str(task["answer"])

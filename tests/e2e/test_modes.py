@@ -1,4 +1,4 @@
-"""Every mode of weight sync, several replicas of what can have them, an agent, and a worker from outside of the tree."""
+"""Other shapes of a run: asynchronous, with several replicas, with an agent, fed by a worker of the user's own."""
 
 import asyncio
 import shutil
@@ -36,13 +36,6 @@ def turns_of(trajectory: Trajectory) -> int:
     return sum(now and not before for before, now in pairwise([False, *trajectory.loss_mask]))
 
 
-@pytest.mark.guide("L14", "L3")
-async def test_fully_async_trains_within_the_staleness_threshold(tmp_path: Path) -> None:
-    run = await ended_well(tmp_path, "weightSync.mode=fully-async", "weightSync.stalenessThreshold=3")
-    assert len(staleness_of(run)) == STEPS
-    assert 0 < max(staleness_of(run)) <= 3
-
-
 @pytest.mark.guide("L15", "L3", "A4")
 async def test_batch_async_with_two_of_each_replica_trains_within_the_staleness_threshold(tmp_path: Path) -> None:
     two_of_each = ("inference.replicas=2", "rollout.replicas=2", "trajectoryPool.replicas=2")
@@ -53,12 +46,15 @@ async def test_batch_async_with_two_of_each_replica_trains_within_the_staleness_
         assert {log.stem for log in run.folder.glob(f"logs/{name}-*.log")} == {f"{name}-0", f"{name}-1"}
 
 
-@pytest.mark.guide("G18", "F3", "Q8")
-async def test_an_agent_is_trained_on_what_it_says_in_every_turn(tmp_path: Path) -> None:
+@pytest.mark.guide("L14", "L3", "G18", "F3", "Q8")
+async def test_an_agent_in_mode_fully_async_is_trained_on_what_it_says_in_every_turn(tmp_path: Path) -> None:
     agent = ("rollout.type=agent", "rollout.environment=nexrl_rollout.environments.number_guess:number_guess")
     tasks = ("data.factory=copy_digits:numbers_to_guess", "validation=null", "rollout.reward=null")
     room = ("model.scratch.maxPositions=64", "inference.maxTokensPerRow=64", "rollout.maxNewTokens=3")
-    run = await ended_well(tmp_path, *agent, *tasks, *room)
+    mode = ("weightSync.mode=fully-async", "weightSync.stalenessThreshold=3")
+    run = await ended_well(tmp_path, *agent, *tasks, *room, *mode)
+    assert len(staleness_of(run)) == STEPS
+    assert 0 < max(staleness_of(run)) <= 3
     trajectories = [
         trajectory
         for batch in batches_of(run.folder)
@@ -66,9 +62,8 @@ async def test_an_agent_is_trained_on_what_it_says_in_every_turn(tmp_path: Path)
         for sample in group.samples
         for trajectory in sample.trajectories
     ]
-    assert len(trajectories) >= STEPS * 32
     assert max(map(turns_of, trajectories)) > 1
-    assert {trajectory.reward for trajectory in trajectories} > {0.0, 1.0}
+    assert {trajectory.reward for trajectory in trajectories} >= {0.0, 1.0}
 
 
 @pytest.mark.guide("R3", "A2")

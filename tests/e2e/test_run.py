@@ -1,4 +1,4 @@
-"""A run from beginning to end, as its user and its metrics see it: one run of 100 steps for all tests of this module."""
+"""A run from beginning to end, as its user sees it: one run of 100 steps for all tests of this module."""
 
 import asyncio
 import fcntl
@@ -85,10 +85,9 @@ def _controller_metrics_url(folder: Path) -> str:
 
 async def _health(address: str) -> int:
     async with connect(address) as channel:
-        answer: health_pb2.HealthCheckResponse = await call(
-            HealthStub(channel).Check, health_pb2.HealthCheckRequest(), timeout_seconds=CALL_SECONDS
-        )
-    return answer.status
+        health: Any = HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
+    return int(answer.status)
 
 
 async def _metrics(url: str) -> str:
@@ -207,7 +206,7 @@ def test_checkpoints_are_kept_as_the_experiment_says(folder: Path) -> None:
 def test_a_trained_checkpoint_is_a_hugging_face_model_that_generates(folder: Path) -> None:
     checkpoint = folder / "checkpoints" / f"global_step_{STEPS}"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
     prompts = tokenizer(["012=", "314="], return_tensors="pt", return_token_type_ids=False)
     generated = model.generate(**prompts, max_new_tokens=5, do_sample=False)
     assert tokenizer.batch_decode(generated[:, :5], skip_special_tokens=True) == ["012=", "314="]

@@ -220,7 +220,7 @@ async def test_reflection_is_there_when_the_setting_is_on(tmp_path: Path, is_on:
         running_service(tmp_path, serving(Servicer()), reflection=is_on) as process,
         connect(process.address) as channel,
     ):
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]  # the stubs know no asyncio
         requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
         if is_on:
             answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=10)]

@@ -1,6 +1,7 @@
 """A service process inside the test: real server, real sockets, settings of its own."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ def small_experiment(name: str = "test", **sections: Any) -> Experiment:
         **sections,
     }
     document = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": name}, "spec": spec}
-    return Experiment.model_validate(document)
+    return Experiment.model_validate_json(json.dumps(document))
 
 
 def settings(folder: Path, **values: Any) -> Settings:
@@ -33,10 +34,13 @@ def settings(folder: Path, **values: Any) -> Settings:
 
 @asynccontextmanager
 async def running_service(
-    folder: Path, start: Callable[[ServiceProcess], Awaitable[None]], **values: Any
+    folder: Path,
+    start: Callable[[ServiceProcess], Awaitable[None]],
+    experiment: Experiment | None = None,
+    **values: Any,
 ) -> AsyncIterator[ServiceProcess]:
     """The process while it serves, as `nexrl serve` runs it; stopped at the end, or by itself. Raises what failed."""
-    process = ServiceProcess("test", settings(folder, **values), small_experiment())
+    process = ServiceProcess("test", settings(folder, **values), experiment or small_experiment())
     running = asyncio.create_task(process.run(start))
     try:
         yield process

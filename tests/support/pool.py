@@ -1,0 +1,175 @@
+"""The trajectory pool as a service in the test, and a client of its four services."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.spec import Experiment
+from nexrl.v1 import data_loader_service_pb2 as loader_pb
+from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
+from nexrl.v1 import trajectory_pb2 as pb
+from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
+from nexrl.v1 import validator_service_pb2 as validator_pb
+from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceStub
+from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceStub
+from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
+from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
+from nexrl_trajectory_pool import server
+from tests.support.services import running_service
+
+if TYPE_CHECKING:
+    from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceAsyncStub
+    from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceAsyncStub
+    from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceAsyncStub
+    from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceAsyncStub
+
+TAG = "default"
+CALL_SECONDS = 20.0
+
+
+def trajectory(reward: float = 1.0, version: int = 0, **metadata: str) -> pb.Trajectory:
+    """Two tokens of context and two that `version` generated."""
+    return pb.Trajectory(
+        token_ids=[4, 5, 6, 2],
+        loss_mask=[False, False, True, True],
+        logprobs=[0.0, 0.0, -0.5, -0.25],
+        spans=[pb.PolicySpan(start=2, end=4, policy_version=version)],
+        reward=reward,
+        reward_components={"exact": float(reward == 1.0)},
+        metadata=metadata,
+    )
+
+
+def scored(sample: pb.SampleLease, *trajectories: pb.Trajectory) -> pb.SampleResult:
+    """A good result."""
+    return pb.SampleResult(
+        sample_id=sample.sample_id,
+        attempt=sample.attempt,
+        verdict=pb.VERDICT_OK,
+        trajectories=trajectories or [trajectory()],
+    )
+
+
+def failed(sample: pb.SampleLease, verdict: "pb.Verdict.ValueType" = pb.VERDICT_ENV_ERROR) -> pb.SampleResult:
+    """A failed attempt."""
+    return pb.SampleResult(sample_id=sample.sample_id, attempt=sample.attempt, verdict=verdict, error="broken")
+
+
+class PoolClient:
+    """The four services at one address."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.loader: DataLoaderServiceAsyncStub = DataLoaderServiceStub(channel)
+        self.pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
+        self.train: TrainBatchPoolServiceAsyncStub = TrainBatchPoolServiceStub(channel)
+        self.validator: ValidatorServiceAsyncStub = ValidatorServiceStub(channel)
+
+    async def lease(
+        self, max_samples: int = 64, *, wait_seconds: float = 0, request_id: str = "", tag: str = TAG
+    ) -> loader_pb.LeaseTasksResponse:
+        """LeaseTasks."""
+        request = loader_pb.LeaseTasksRequest(
+            request_id=request_id or new_request_id(),
+            model_tag=tag,
+            max_samples=max_samples,
+            wait_seconds=wait_seconds,
+        )
+        return await call(self.loader.LeaseTasks, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+
+    async def put(
+        self, results: Sequence[pb.SampleResult], *, request_id: str = "", purpose: int = pb.PURPOSE_TRAINING
+    ) -> list[str]:
+        """PutSamples or PutValidationSamples; the names of the outcomes."""
+        request_id = request_id or new_request_id()
+        if purpose == pb.PURPOSE_VALIDATION:
+            message = validator_pb.PutValidationSamplesRequest(request_id=request_id, model_tag=TAG, results=results)
+            outcomes = (await call(self.validator.PutValidationSamples, message, timeout_seconds=CALL_SECONDS)).outcomes
+        else:
+            request = pool_pb.PutSamplesRequest(request_id=request_id, model_tag=TAG, results=results)
+            outcomes = (await call(self.pool.PutSamples, request, timeout_seconds=CALL_SECONDS)).outcomes
+        return [pb.PutOutcome.Name(outcome).removeprefix("PUT_OUTCOME_") for outcome in outcomes]
+
+    async def fill(self, version: int = 0, rewards: Mapping[int, float] | None = None) -> list[str]:
+        """Lease and produce all that the credit allows; sample k of each task gets `rewards[k]`, 1.0 by default."""
+        filled: list[str] = []
+        while leases := (await self.lease()).leases:
+            for lease in leases:
+                rewarded = [(s, (rewards or {}).get(int(s.sample_id.partition(".")[2]), 1.0)) for s in lease.samples]
+                results = [scored(s, trajectory(reward, version)) for s, reward in rewarded]
+                await self.put(results, purpose=lease.purpose)
+                filled += [sample.sample_id for sample in lease.samples]
+        return filled
+
+    async def lease_batch(
+        self, *, wait_seconds: float = 0, batch_size: int = 0, tag: str = TAG, request_id: str = ""
+    ) -> pool_pb.LeaseBatchResponse:
+        """LeaseBatch."""
+        request = pool_pb.LeaseBatchRequest(
+            request_id=request_id or new_request_id(), model_tag=tag, batch_size=batch_size, wait_seconds=wait_seconds
+        )
+        return await call(self.pool.LeaseBatch, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+
+    async def put_train_batch(self, lease: pool_pb.BatchLease, *, request_id: str = "") -> train_pb.TrainBatch:
+        """PutTrainBatch of a batch that has no tensors."""
+        samples = [sample.sample_id for group in lease.groups for sample in group.samples]
+        batch = train_pb.TrainBatch(batch_id=lease.batch_id, model_tag=TAG, sample_ids=samples)
+        request = train_pb.PutTrainBatchRequest(
+            request_id=request_id or new_request_id(), train_batch=batch, batch_attempt=lease.attempt
+        )
+        await call(self.train.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
+        return batch
+
+    async def lease_train_batch(
+        self, step: int, incarnation: int = 0, *, wait_seconds: float = 0
+    ) -> train_pb.LeaseTrainBatchResponse:
+        """LeaseTrainBatch."""
+        request = train_pb.LeaseTrainBatchRequest(
+            request_id=new_request_id(), model_tag=TAG, step=step, incarnation=incarnation, wait_seconds=wait_seconds
+        )
+        return await call(self.train.LeaseTrainBatch, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+
+    async def resume(self, steps: int = 0, data_cursor: int = 0) -> train_pb.ResumeFromCheckpointResponse:
+        """ResumeFromCheckpoint."""
+        request = train_pb.ResumeFromCheckpointRequest(
+            request_id=new_request_id(), model_tag=TAG, steps=steps, data_cursor=data_cursor
+        )
+        return await call(self.train.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
+
+    async def ack(self, step: int, incarnation: int = 0) -> None:
+        """AckTrainBatch."""
+        request = train_pb.AckTrainBatchRequest(
+            request_id=new_request_id(), model_tag=TAG, step=step, incarnation=incarnation
+        )
+        await call(self.train.AckTrainBatch, request, timeout_seconds=CALL_SECONDS)
+
+    async def set_version(self, version: int) -> int:
+        """SetPolicyVersion."""
+        request = pool_pb.SetPolicyVersionRequest(request_id=new_request_id(), model_tag=TAG, policy_version=version)
+        return (await call(self.pool.SetPolicyVersion, request, timeout_seconds=CALL_SECONDS)).policy_version
+
+    async def state(self) -> pool_pb.PoolState:
+        """GetTrajectoryPoolState."""
+        request = pool_pb.GetTrajectoryPoolStateRequest(model_tag=TAG)
+        return (await call(self.pool.GetTrajectoryPoolState, request, timeout_seconds=CALL_SECONDS)).pools[0]
+
+    async def loader_state(
+        self, purpose: "pb.Purpose.ValueType" = pb.PURPOSE_TRAINING
+    ) -> loader_pb.GetDataLoaderStateResponse:
+        """GetDataLoaderState."""
+        request = loader_pb.GetDataLoaderStateRequest(model_tag=TAG, purpose=purpose)
+        return await call(self.loader.GetDataLoaderState, request, timeout_seconds=CALL_SECONDS)
+
+
+@asynccontextmanager
+async def running_pool(folder: Path, redis_url: str, experiment: Experiment) -> AsyncIterator[PoolClient]:
+    """One process of the trajectory pool, and a client of it."""
+    async with (
+        running_service(folder, server.start, experiment, redis_url=redis_url) as process,
+        connect(process.address) as channel,
+    ):
+        yield PoolClient(channel)
