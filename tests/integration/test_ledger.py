@@ -61,6 +61,12 @@ async def test_workers_run_ahead_by_the_staleness_threshold_and_then_wait(make: 
     assert sum(len(task.samples) for task in (await ledger.lease_tasks("", 64, 60)).tasks) == 4
 
 
+async def test_nothing_is_granted_that_no_step_would_train(make: Make) -> None:
+    ledger = make(staleness=8, steps=2)
+    granted = await ledger.lease_tasks("", 64, 60)
+    assert sum(len(task.samples) for task in granted.tasks) == 2 * 4
+
+
 async def test_a_repeated_lease_request_gets_the_first_answer(make: Make) -> None:
     ledger = make()
     first = await ledger.lease_tasks("same", 2, 60)

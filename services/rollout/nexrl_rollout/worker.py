@@ -154,12 +154,13 @@ class RolloutLoop:
                 results = all_failed(lease, _verdict(error), f"{type(error).__name__}: {error}")
             await self._put(lease, results)
         self._release()
-        if failure is not None:
+        failed = next((result for result in results if result.error), None)
+        if failed is not None:
             await self._activity.report(
-                failure,
+                failure or failed.error,
                 work_context=f"rollout of task {lease.task.task_id}",
                 severity=SEVERITY_WARNING,
-                details={"group_id": lease.group_id, "verdict": Verdict.Name(_verdict(failure))},
+                details={"group_id": lease.group_id, "verdict": Verdict.Name(failed.verdict)},
             )
 
     async def _produce(self, lease: TaskLease) -> Sequence[SampleResult]:

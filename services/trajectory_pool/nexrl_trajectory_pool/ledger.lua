@@ -91,7 +91,8 @@ local function version() return math.max(count("version"), 0) end
 local function credit()
   if a.unlimited then return math.huge end
   local used = count("granted") - count("refunded") + count("start_steps") * a.batch_size
-  return math.max(0, (a.staleness + version() + 1) * a.batch_size - used)
+  local batches = math.min(a.staleness + version() + 1, a.steps)
+  return math.max(0, batches * a.batch_size - used)
 end
 
 local function data_left()

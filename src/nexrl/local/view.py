@@ -57,11 +57,11 @@ class RunView:
         step = experiment.progress.step
         if self._first_step is None and step > 0:
             self._first_step = (time.monotonic(), step)
-        is_new_phase = experiment.phase != self._last.phase
+        is_news = (experiment.phase, experiment.reason) != (self._last.phase, self._last.reason)
         self._last = experiment
         if self._live:
             self._live.update(self._table(), refresh=True)
-        elif is_new_phase or step - self._printed_step >= max(1, experiment.progress.total_steps // LINES_OF_A_RUN):
+        elif is_news or step - self._printed_step >= max(1, experiment.progress.total_steps // LINES_OF_A_RUN):
             self._printed_step = step
             self._console.print(self._line(), highlight=False, soft_wrap=True)
 

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -26,6 +27,8 @@ from nexrl.v1 import activity_service_pb2 as activity_pb
 log = logging.getLogger(__name__)
 
 BUILD_INFO = Gauge("nexrl_build_info", "1; the labels say what runs here.", ["version", "role"])
+
+CANCEL_AGAIN_SECONDS = 0.1
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -114,9 +117,7 @@ class ServiceProcess:
     async def _close(self) -> None:
         await self._health.enter_graceful_shutdown()
         await self.server.stop(self.settings.drain_seconds)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks, timeout=self.settings.drain_seconds) if self._tasks else None
+        await self._end_tasks()
         for closer in reversed(self._closers):
             try:
                 await closer()
@@ -125,6 +126,15 @@ class ServiceProcess:
                 log.exception("closing failed")
         self._metrics_server.shutdown()
         self._metrics_server.server_close()
+
+    async def _end_tasks(self) -> None:
+        deadline = time.monotonic() + self.settings.drain_seconds
+        while self._tasks and time.monotonic() < deadline:
+            for task in self._tasks:
+                task.cancel()
+            # Again and again: asyncio.wait_for, which redis-py sends with, may lose a cancellation before Python 3.12
+            # (https://github.com/python/cpython/issues/81839).
+            await asyncio.wait(self._tasks, timeout=CANCEL_AGAIN_SECONDS)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
