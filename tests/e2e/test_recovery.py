@@ -1,5 +1,6 @@
 """What a run survives: its launcher killed, Ctrl-C, and the death of each of its processes."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -7,11 +8,21 @@ from pathlib import Path
 import pytest
 
 from nexrl.datasets import open_datasets
+from nexrl.errors import AlreadyExistsError
 from nexrl.spec import load_resolved
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import Ledger, LedgerState
 from nexrl_trajectory_pool.pool import training_rules
-from tests.support.runs import GONE_SECONDS, batches_of, eventually, metrics_of, processes_in, running
+from tests.support.runs import (
+    EXPERIMENT,
+    GONE_SECONDS,
+    batches_of,
+    eventually,
+    metrics_of,
+    nexrl,
+    processes_in,
+    running,
+)
 
 pytestmark = [pytest.mark.e2e]
 
@@ -44,6 +55,9 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
     async with running(tmp_path, *overrides, seconds=90) as run:
         assert await run.launcher.wait() == 0
 
+    async with running(tmp_path, *overrides, seconds=90) as run:  # nothing is left to be done
+        assert await run.launcher.wait() == 0
+
     lines = steps_of(run.folder)
     assert {line["step"] for line in lines} == {*range(1, 61)}
     after_ctrl_c = [line["step"] for line in lines if line["step"] > interrupted_after]
@@ -61,7 +75,10 @@ async def test_the_death_of_any_process_costs_no_step_and_no_sample(
     overrides = (*SMALL_BATCHES, f"trainer.steps={steps}", f"redis.url={redis_url}")
 
     async with running(tmp_path, *overrides, seconds=240) as run:
-        step = 0
+        step = await run.until_step(1)
+        # Refused before it touches the ledger, which is in the same Redis.
+        second = await asyncio.to_thread(nexrl, tmp_path, "run", EXPERIMENT, *overrides, "--root", ".")
+        assert second.returncode == AlreadyExistsError.exit_code
         for name in mortals:
             step = await run.until_step(step + 2)
             mortal = await run.process(name)

@@ -85,9 +85,17 @@ async def served(*services: tuple[Any, object]) -> AsyncIterator[str]:
 class FakeWeightSync(WeightSyncServiceServicer):
     """Holds the given versions for validation, one after the other, each until EndValidationHold."""
 
-    def __init__(self, versions: Sequence[int]) -> None:
+    def __init__(self, versions: Sequence[int], committed_version: int = -1) -> None:
         self.waiting = list(versions)
+        self.committed_version = committed_version
         self.is_released = asyncio.Event()
+
+    async def GetWeightSyncState(
+        self, request: weight_sync_pb.GetWeightSyncStateRequest, context: Context
+    ) -> weight_sync_pb.GetWeightSyncStateResponse:
+        return weight_sync_pb.GetWeightSyncStateResponse(
+            committed_version=self.committed_version, waiting_for_validation=bool(self.waiting)
+        )
 
     async def WaitForValidation(
         self, request: weight_sync_pb.WaitForValidationRequest, context: Context

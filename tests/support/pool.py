@@ -62,8 +62,8 @@ def failed(sample: pb.SampleLease, verdict: "pb.Verdict.ValueType" = pb.VERDICT_
 class PoolClient:
     """The four services at one address."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
         self.loader: DataLoaderServiceAsyncStub = DataLoaderServiceStub(channel)
         self.pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
         self.train: TrainBatchPoolServiceAsyncStub = TrainBatchPoolServiceStub(channel)
@@ -172,4 +172,4 @@ async def running_pool(folder: Path, redis_url: str, experiment: Experiment) -> 
         running_service(folder, server.start, experiment, redis_url=redis_url) as process,
         connect(process.address) as channel,
     ):
-        yield PoolClient(channel)
+        yield PoolClient(process.address, channel)

@@ -95,6 +95,16 @@ class ValidationEnded:
 
 
 @dataclass(frozen=True)
+class FoundValidated:
+    """A run that goes on has found `version` committed and not held: whatever was due up to it has been measured."""
+
+    version: int
+
+    def after(self, state: State, rules: Rules) -> State:
+        return replace(state, validated_version=max(self.version, state.validated_version))
+
+
+@dataclass(frozen=True)
 class MetricsPosted:
     """A component gave metrics, measured after `step` optimizer steps."""
 

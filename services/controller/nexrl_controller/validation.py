@@ -12,7 +12,7 @@ from nexrl.v1 import validator_service_pb2 as validator_pb
 from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
 from nexrl_controller.controller import Controller
 from nexrl_controller.error_log import Severity
-from nexrl_controller.events import ValidationEnded, ValidationStarted, VersionCommitted
+from nexrl_controller.events import FoundValidated, ValidationEnded, ValidationStarted, VersionCommitted
 from nexrl_controller.state import IllegalTransitionError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Validation:
 
     async def run(self) -> None:
         """Validate every version that is held for it, until the experiment has an outcome."""
+        await self._find_validated()
         while self.controller.state.outcome is None:
             version = await self._wait_for_version()
             if version is not None:
@@ -61,6 +62,20 @@ class Validation:
         except NexrlError as error:
             await self._report(version, Severity.ERROR, f"validation of version {version} failed: {error}")
         await self._end(version)
+
+    async def _find_validated(self) -> None:
+        """A run that is resumed may have nothing left to measure, and would wait for it for ever."""
+        request = weight_sync_pb.GetWeightSyncStateRequest(model_tag=self.model_tag)
+        while True:
+            try:
+                state = await call(self.weight_sync.GetWeightSyncState, request, timeout_seconds=CALL_SECONDS)
+            except NexrlError as error:
+                if not is_passing(error):
+                    raise
+                continue
+            if state.committed_version >= 0 and not state.waiting_for_validation:
+                await self.controller.apply(FoundValidated(state.committed_version))
+            return
 
     async def _wait_for_version(self) -> int | None:
         request = weight_sync_pb.WaitForValidationRequest(model_tag=self.model_tag, wait_seconds=WAIT_SECONDS)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from nexrl.errors import (
@@ -41,12 +41,17 @@ class _Sampling(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    max_tokens: Annotated[int, Field(ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))] = 16
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     seed: Annotated[int, Field(ge=0)] | None = None
     stream: bool = False
+    # What would change the answer, and is not here, is refused.
+    stop: None = None
+    tools: None = None
+    logit_bias: None = None
+    response_format: None = None
 
 
 class _CompletionRequest(_Sampling):
@@ -99,6 +104,8 @@ class OpenAIApi:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = _parse(_ChatRequest, await request.read())
+        if not self._tokenizer.chat_template:
+            raise InvalidArgumentError("messages: this model has no chat template; use /v1/completions")
         messages = [message.model_dump() for message in body.messages]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = self._tokenizer.encode(str(text), add_special_tokens=False)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
     Verdict,
 )
-from nexrl_rollout.results import scored
+from nexrl_rollout.results import all_failed, scored
 from nexrl_rollout.worker import RolloutLimits, RolloutLoop, RolloutWorker
 from tests.support.rollout import FakePool, completion, serving, task_lease
 
@@ -238,3 +239,13 @@ async def test_exhausted_data_does_not_end_the_worker_since_a_validation_may_fol
         await pool.wait_for(lambda: pool.lease_calls == 1)
         await pool.add(task_lease(0, 2, purpose=PURPOSE_VALIDATION))
         await pool.wait_for(all_put(pool, 2))
+
+
+async def test_a_sample_that_fails_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(lease: TaskLease) -> Sequence[SampleResult]:
+        return all_failed(lease, VERDICT_REWARD_ERROR, "no such answer")
+
+    pool = FakePool([task_lease(group, 4) for group in range(2)])
+    async with running(pool, Scripted(fail), replace(LIMITS, max_in_flight=4)):
+        await pool.wait_for(all_put(pool, 8))  # the second group is leased when the first is done with
+    assert "rollout of task train-0: no such answer" in caplog.text
