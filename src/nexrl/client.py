@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from nexrl.errors import InvalidArgumentError, NexrlError
+from nexrl.errors import InvalidArgumentError
 from nexrl.policy import Policy
 from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.v1 import data_loader_service_pb2 as data_loader
@@ -41,7 +41,7 @@ class _Put:
         if not self.outcomes.done():  # it is done when its waiter was cancelled
             self.outcomes.set_result(outcomes)
 
-    def fail(self, error: NexrlError) -> None:
+    def fail(self, error: Exception) -> None:
         if not self.outcomes.done():
             self.outcomes.set_exception(error)
 
@@ -115,28 +115,28 @@ class RolloutClient:
         return await put.outcomes
 
     async def _put_all(self, purpose: Purpose.ValueType) -> None:
-        while puts := self._puts.pop(purpose, []):
-            try:
-                outcomes = await self._put_in_parts(purpose, [result for put in puts for result in put.results])
-            except NexrlError as error:
-                if len(puts) > 1 and isinstance(error, InvalidArgumentError):
-                    await self._put_one_by_one(purpose, puts)
-                    continue
-                for put in puts:
-                    put.fail(error)
-            else:
-                for put in puts:
-                    put.succeed(outcomes[: len(put.results)])
-                    outcomes = outcomes[len(put.results) :]
-        del self._putting[purpose]
+        try:
+            while puts := self._puts.pop(purpose, []):
+                await self._put_together(purpose, puts)
+        finally:
+            del self._putting[purpose]
 
-    async def _put_one_by_one(self, purpose: Purpose.ValueType, puts: Sequence["_Put"]) -> None:
-        """The pool refuses a call whole: whoever is to blame must not take the others along."""
-        for put in puts:
-            try:
-                put.succeed(await self._put_in_parts(purpose, put.results))
-            except NexrlError as error:
+    async def _put_together(self, purpose: Purpose.ValueType, puts: Sequence["_Put"]) -> None:
+        try:
+            outcomes = await self._put_in_parts(purpose, [result for put in puts for result in put.results])
+        except InvalidArgumentError as error:
+            if len(puts) == 1:
+                puts[0].fail(error)
+            else:  # the pool refuses a call whole: whoever is to blame must not take the others along
+                for put in puts:
+                    await self._put_together(purpose, [put])
+        except Exception as error:  # noqa: BLE001  # whatever it is: those who wait must not wait for ever
+            for put in puts:
                 put.fail(error)
+        else:
+            for put in puts:
+                put.succeed(outcomes[: len(put.results)])
+                outcomes = outcomes[len(put.results) :]
 
     async def _put_in_parts(
         self, purpose: Purpose.ValueType, results: Sequence[SampleResult]

@@ -25,6 +25,7 @@ class Settings(BaseSettings):
     weight_sync: str = Field(default="", description="gRPC address of weight sync.")
     reflection: bool = Field(default=False, description="Serve gRPC reflection.")
     drain_seconds: float = Field(default=5.0, gt=0, description="Longest time in which calls may end after SIGTERM.")
+    stop_seconds: float = Field(default=50.0, gt=0, description="Longest time to finish work in hand after SIGTERM.")
     log_level: str = Field(default="INFO", description="Level of the root logger.")
 
     @property

@@ -62,7 +62,7 @@ async def test_workers_run_ahead_by_the_staleness_threshold_and_then_wait(make: 
 
 
 async def test_nothing_is_granted_that_no_step_would_train(make: Make) -> None:
-    ledger = make(staleness=8, steps=2)
+    ledger = make(staleness=8, total_steps=2)
     granted = await ledger.lease_tasks("", 64, 60)
     assert sum(len(task.samples) for task in granted.tasks) == 2 * 4
 

@@ -118,6 +118,7 @@ class LedgerMachine(RuleBasedStateMachine):
         max_attempts=st.integers(1, 2),
         max_queued=st.integers(1, 3),
         release_incomplete=flags,
+        total_steps=st.sampled_from([3, 1000]),
     )
     def begin(self, grouping: str, readiness: str, **limits: Any) -> None:
         self._grouping = grouping
@@ -307,9 +308,9 @@ class LedgerMachine(RuleBasedStateMachine):
         state = self._run(self._ledger.state())
         assert state.imbalance == 0
         assert all(value >= 0 for value in state.counters.values())
-        bound = (self._rules.staleness + self.model.version + 1) * BATCH_SIZE
-        assert state["granted"] - state["refunded"] <= bound
-        assert state.credit == bound - (state["granted"] - state["refunded"])
+        used = state["granted"] - state["refunded"]
+        assert used <= (self._rules.staleness + self.model.version + 1) * BATCH_SIZE
+        assert used - state["taken"] <= (self._rules.total_steps - state["next_batch"]) * BATCH_SIZE
         assert (state["trained_steps"], state["durable_steps"]) == (self.model.trained_steps, self.model.durable_steps)
         steps = [self.model.batches[step] for step in range(self.model.trained_steps)]
         assert state["trained"] == sum(len(batch.samples) for batch in steps)
@@ -332,6 +333,8 @@ class LedgerMachine(RuleBasedStateMachine):
             if self._leases:
                 self.put_train_batch(len(self._leases) - 1, gives_back=False, twice=False)
             self.train(twice=False, commits=True)
+            if self.model.trained_steps >= self._rules.total_steps:
+                return  # what is left over is nobody's
             if self._run(self._ledger.lease_train_batch(self.model.trained_steps, self.model.incarnation))[1]:
                 break
         self.checkpoint(twice=False)
@@ -387,8 +390,8 @@ def test_any_history_is_accounted_for_and_comes_to_an_end(redis_url: str) -> Non
     run_state_machine_as_test(
         lambda: LedgerMachine(redis_url),  # type: ignore[arg-type]  # any factory will do
         settings=settings(
-            max_examples=30,
-            stateful_step_count=40,
+            max_examples=100,
+            stateful_step_count=50,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),

@@ -212,15 +212,16 @@ async def test_a_trainer_that_is_stopped_leaves_a_checkpoint_of_what_was_acknowl
         worker = world.worker(channel)
         training = asyncio.create_task(worker.run())
         await world.pool.lease_batch(wait_seconds=10)  # no processor: the first step is waited for
+        await worker.stop()
         training.cancel()
         await asyncio.wait([training])
-        await worker.save_last_checkpoint()
     path = find_latest_checkpoint(world.folder / "checkpoints")
     assert path is not None
     assert path.name == "global_step_0"
 
 
-async def test_a_stop_within_a_step_leaves_that_step_to_be_replayed(build: Callable[[str], Awaitable[World]]) -> None:
+@pytest.mark.guide("J10")
+async def test_a_stop_waits_for_the_step_in_hand_and_saves_it(build: Callable[[str], Awaitable[World]]) -> None:
     world = await build("within")
     async with connect(world.pool.address) as channel:
         worker = world.worker(channel)
@@ -229,15 +230,16 @@ async def test_a_stop_within_a_step_leaves_that_step_to_be_replayed(build: Calla
         processor = AlgorithmProcessor(world.spec.algorithm, channel, "default", world.activity, world.folder)
         tasks = [asyncio.create_task(worker.run()), asyncio.create_task(processor.run())]
         await asyncio.to_thread(worker.learner.is_training.wait, CALL_SECONDS)
+        stopping = asyncio.create_task(worker.stop())
+        await asyncio.sleep(0)
+        worker.learner.gate.set()
+        await stopping
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        saving = asyncio.create_task(worker.save_last_checkpoint())
-        await asyncio.sleep(0)
-        worker.learner.gate.set()
-        await saving
-    assert worker.learner.step == 1
-    assert find_latest_checkpoint(world.folder / "checkpoints") is None
+    path = find_latest_checkpoint(world.folder / "checkpoints")
+    assert path is not None
+    assert path.name == "global_step_1"
 
 
 def batch() -> TrainBatch:

@@ -16,6 +16,7 @@ from nexrl.errors import (
     NotFoundError,
 )
 from nexrl.rpc.client import call, new_request_id
+from nexrl.store import Redis
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
@@ -223,6 +224,16 @@ async def test_a_batch_and_a_train_batch_that_are_waited_for_arrive_from_another
     lease = (await asyncio.wait_for(batch, 5)).lease
     stored = await there.put_train_batch(lease)
     assert (await asyncio.wait_for(train_batch, 5)).train_batch == stored
+
+
+async def test_a_waiter_looks_again_when_the_wake_ups_were_cut_off(deploy: Deploy, redis: Redis) -> None:
+    here, there = await deploy(), await deploy()
+    await here.lease()
+    waiting = asyncio.create_task(here.lease(wait_seconds=30))
+    await asyncio.wait([waiting], timeout=0.2)
+    assert await redis.client_kill_filter(_type="pubsub")  # and the version is told to nobody
+    await there.set_version(1)
+    assert len(samples_of(await asyncio.wait_for(waiting, 10))) == 4
 
 
 async def test_a_repeated_request_gets_the_first_answer_at_another_process_too(deploy: Deploy) -> None:
@@ -453,7 +464,7 @@ async def test_the_end_of_the_data_reaches_those_who_wait_for_batches(deploy: De
 
 
 async def test_a_trainer_that_comes_after_the_workers_still_says_where_to_begin(deploy: Deploy) -> None:
-    pool = await deploy()
+    pool = await deploy(trainer={"steps": 20})
     early = await pool.lease()
     answer = await pool.resume(steps=7, data_cursor=5)
     assert answer.replayed_steps == 0

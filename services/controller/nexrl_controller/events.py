@@ -101,7 +101,7 @@ class FoundValidated:
     version: int
 
     def after(self, state: State, rules: Rules) -> State:
-        return replace(state, validated_version=max(self.version, state.validated_version))
+        return replace(state, validating_version=None, validated_version=max(self.version, state.validated_version))
 
 
 @dataclass(frozen=True)

@@ -23,18 +23,14 @@ PROMETHEUS_NAMES = frozenset(
         "advantage_std",
         "entropy",
         "grad_norm",
-        "is_ratio",
         "loss",
         "lr",
         "mismatch_kl",
         "response_tokens",
         "reward_mean",
-        "samples_per_second",
         "staleness_steps",
-        "step_seconds",
         "truncated_fraction",
         "val/reward",
-        "wait_for_batch_seconds",
         "zero_variance_group_fraction",
     }
 )

@@ -74,6 +74,9 @@ class Validation:
                     raise
                 continue
             if state.committed_version >= 0 and not state.waiting_for_validation:
+                unfinished = self.controller.state.validating_version
+                if unfinished is not None:  # its hold ran out while no controller was there to end it
+                    await self._end(unfinished)
                 await self.controller.apply(FoundValidated(state.committed_version))
             return
 

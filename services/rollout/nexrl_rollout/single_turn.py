@@ -74,4 +74,4 @@ class SingleTurnWorker(RolloutWorker):
 
 def sampling(rollout: RolloutSpec, temperature: float) -> Sampling:
     """The experiment's sampling at the lease's temperature."""
-    return Sampling(rollout.max_new_tokens, temperature, rollout.top_p, rollout.top_k)
+    return Sampling(rollout.max_new_tokens, temperature)

@@ -77,6 +77,9 @@ class TrainWorker:
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         # Whoever changes or sends the weights holds it.
         self.weights_lock = asyncio.Lock()
+        # Held from a batch to its checkpoint: a stop waits for it, so that it finds whole steps only.
+        self._step_in_hand = asyncio.Lock()
+        self._checkpointed_step = -1
         self._incarnation = 0
         self._acked_steps = -1
         self._data_cursor = 0
@@ -86,14 +89,18 @@ class TrainWorker:
         """The whole of training; `is_done` afterwards."""
         await self._resume()
         await self.publish()
+        if self.spec.trainer.steps == 0:
+            self.is_done = True
+            return
         while self.learner.step < self.spec.trainer.steps:
             batch = await self._next_batch()
             if batch is None:
                 log.warning("the data is exhausted after %d of %d steps", self.learner.step, self.spec.trainer.steps)
                 break
-            await self._step(batch)
-            if self._is_checkpoint_due():
-                await self.save_checkpoint()
+            async with self._step_in_hand:
+                await self._step(batch)
+                if self._is_checkpoint_due():
+                    await self.save_checkpoint()
         await self.save_checkpoint()
         self.is_done = True
         await self._activity.post_metrics(self.learner.step, {"training_complete": 1.0})
@@ -112,10 +119,13 @@ class TrainWorker:
                 await self._publisher.publish(list(iter_weights(self.learner.model)), self.learner.step)
 
     async def save_checkpoint(self) -> Path:
-        """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed."""
+        """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed.
+
+        Raises AlreadyExistsError when the folder has other weights of that step.
+        """
         path = self._checkpoints.folder / f"global_step_{self.learner.step}"
         with self._phase("checkpoint"):
-            if not path.exists():
+            if self.learner.step != self._checkpointed_step:
                 metadata = CheckpointMetadata(
                     step=self.learner.step,
                     batch_ids=tuple(self._trained_since_checkpoint),
@@ -126,30 +136,35 @@ class TrainWorker:
                 await self.in_torch_thread(
                     lambda: save_checkpoint(folder, self.learner, self._checkpoints.tokenizer, metadata)
                 )
-            request = pb.CommitCheckpointRequest(
-                request_id=new_request_id(),
-                model_tag=self.spec.model.tag,
-                # Steps made through TrainerService are none of the pool's.
-                steps=min(self.learner.step, self._acked_steps),
-                incarnation=self._incarnation,
-            )
-            await call(self._pool.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
+            self._checkpointed_step = self.learner.step
+            await self._commit_checkpoint()
             self._trained_since_checkpoint.clear()
             await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep)
         return path
 
-    async def save_last_checkpoint(self) -> None:
-        """Before the process ends: what was trained since the last checkpoint need not be replayed."""
-        await self.in_torch_thread(lambda: None)  # a step that was called off is still being computed there
-        # A step that the pool has not acknowledged is not the pool's; it is replayed from the checkpoint before.
-        if self._acked_steps == self.learner.step and not self.is_done:
+    async def stop(self) -> None:
+        """Finish the step in hand, and save what no checkpoint contains yet. The loop is cancelled after this."""
+        await self._step_in_hand.acquire()
+        if self.learner.step == self._acked_steps and not self.is_done:
             await self.save_checkpoint()
 
     async def load_checkpoint(self, path: Path) -> None:
         """Put a checkpoint's state into the learner, and remember where its data goes on."""
         metadata = await self.in_torch_thread(lambda: load_checkpoint(path, self.learner))
         self._data_cursor = int(metadata.cursor.get("position", 0))
+        self._checkpointed_step = self.learner.step if path.parent == self._checkpoints.folder else -1
         log.info("loaded %s", path)
+
+    async def _commit_checkpoint(self) -> None:
+        if self.learner.step != self._acked_steps:
+            return  # made of steps that the Trainer RPCs asked for: no train batch belongs to them
+        request = pb.CommitCheckpointRequest(
+            request_id=new_request_id(),
+            model_tag=self.spec.model.tag,
+            steps=self.learner.step,
+            incarnation=self._incarnation,
+        )
+        await call(self._pool.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
 
     async def _resume(self) -> None:
         path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from

@@ -1,4 +1,7 @@
-"""The algorithm processor: leased trajectories in, train batch out. Runs ahead of the train worker."""
+"""The algorithm processor: leased trajectories in, train batch out. Runs ahead of the train worker.
+
+Suffix: _S samples of the batch.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -69,22 +72,21 @@ class AlgorithmProcessor:
     def fit(self, lease: pool_pb.BatchLease) -> train_pb.TrainBatch:
         """The train batch of one leased batch: advantages by group, masks, log-probabilities, metrics."""
         samples = [(g, sample) for g, group in enumerate(lease.groups) for sample in group.samples]
-        trajectories = [(g, trajectory) for g, sample in samples for trajectory in sample.trajectories]
-        rewards_B = np.array([trajectory.reward for _, trajectory in trajectories])
-        groups_B = np.array([g for g, _ in trajectories])
-        advantages_B = self._advantages(rewards_B, groups_B)
-        batch = TrainBatch.pack(
-            [_sequence(t, advantage) for (_, t), advantage in zip(trajectories, advantages_B, strict=True)]
-        )
-        equal_B = zero_variance_samples(rewards_B, groups_B)
+        # A sample counts once in its group's baseline, however many trajectories it has.
+        rewards_S = np.array([sample.trajectories[-1].reward for _, sample in samples])
+        groups_S = np.array([g for g, _ in samples])
+        advantages_S = self._advantages(rewards_S, groups_S)
+        equal_S = zero_variance_samples(rewards_S, groups_S)
+        trajectories = [(s, trajectory) for s, (_, sample) in enumerate(samples) for trajectory in sample.trajectories]
+        batch = TrainBatch.pack([_sequence(trajectory, advantages_S[s]) for s, trajectory in trajectories])
         if self.algorithm.zero_variance_groups == "drop":
-            batch = batch.select(~equal_B)
+            batch = batch.select(~equal_S[[s for s, _ in trajectories]])
         if self._reference is not None:
             batch = replace(batch, reference_logprobs_N=self._reference(batch))
         verdicts = [sample.verdict for _, sample in samples]
         metrics = batch_metrics(lease.batch_id, [t for _, t in trajectories], verdicts)
-        metrics["zero_variance_group_fraction"] = _group_share(equal_B, groups_B)
-        metrics["advantage_std"] = float(advantages_B.std())
+        metrics["zero_variance_group_fraction"] = _group_share(equal_S, groups_S)
+        metrics["advantage_std"] = float(advantages_S.std())
         return train_pb.TrainBatch(
             batch_id=lease.batch_id,
             model_tag=lease.model_tag,
@@ -94,10 +96,10 @@ class AlgorithmProcessor:
             data_cursor=lease.data_cursor,
         )
 
-    def _advantages(self, rewards_B: NDArray[np.float64], groups_B: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _advantages(self, rewards_S: NDArray[np.float64], groups_S: NDArray[np.int64]) -> NDArray[np.float32]:
         if self.algorithm.type == "mock":
-            return rewards_B.astype(np.float32)
-        return ADVANTAGES[self.algorithm.advantage](rewards_B, groups_B)
+            return rewards_S.astype(np.float32)
+        return ADVANTAGES[self.algorithm.advantage](rewards_S, groups_S)
 
     async def lease_batch(self) -> pool_pb.LeaseBatchResponse:
         """The next batch from the trajectory pool; waits for it."""
@@ -154,5 +156,5 @@ def _sequence(trajectory: pb.Trajectory, advantage: float) -> TrainSequence:
     )
 
 
-def _group_share(chosen_B: NDArray[np.bool_], groups_B: NDArray[Any]) -> float:
-    return len(np.unique(groups_B[chosen_B])) / len(np.unique(groups_B))
+def _group_share(chosen_S: NDArray[np.bool_], groups_S: NDArray[Any]) -> float:
+    return len(np.unique(groups_S[chosen_S])) / len(np.unique(groups_S))

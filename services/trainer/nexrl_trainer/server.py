@@ -52,7 +52,7 @@ async def start(process: ServiceProcess) -> None:
         await asyncio.to_thread(reference_logprobs, spec),
     )
     process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")
-    process.on_close(worker.save_last_checkpoint)
+    process.on_stop(worker.stop)
     process.spawn(publisher.keep_replicas_current())
     process.spawn(worker.run())
     process.spawn(processor.run())

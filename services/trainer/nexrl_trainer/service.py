@@ -49,7 +49,8 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         self._refuse_while_training()
-        return pb.SaveCheckpointResponse(path=str(await self._worker.save_checkpoint()))
+        async with self._worker.weights_lock:
+            return pb.SaveCheckpointResponse(path=str(await self._worker.save_checkpoint()))
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
         self._refuse_while_training()

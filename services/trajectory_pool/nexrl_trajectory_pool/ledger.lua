@@ -88,11 +88,13 @@ end
 
 local function version() return math.max(count("version"), 0) end
 
+-- What the staleness budget allows, and no more than the steps to come can train.
 local function credit()
   if a.unlimited then return math.huge end
-  local used = count("granted") - count("refunded") + count("start_steps") * a.batch_size
-  local batches = math.min(a.staleness + version() + 1, a.steps)
-  return math.max(0, batches * a.batch_size - used)
+  local used = count("granted") - count("refunded")
+  local budget = (a.staleness + version() + 1 - count("start_steps")) * a.batch_size
+  local needed = (a.total_steps - count("next_batch")) * a.batch_size + count("taken")
+  return math.max(0, math.min(budget, needed) - used)
 end
 
 local function data_left()
@@ -103,20 +105,27 @@ local function idle()
   return count("open") == 0 and count("leased") == 0
 end
 
+local function unit() return a.scoped and a.samples_per_task or 1 end
+
+-- Nothing that is granted, or may be granted before another batch is trained, will add to what is ready.
+local function is_final()
+  return idle() and (not data_left() or (credit() < unit() and count("next_batch") <= version()))
+end
+
 -- What a batch of `size` may take from the ready groups now; 0 when it is to wait.
 local function batch_credit(size)
   local ready = count("ready_credit")
   if ready == 0 then return 0 end
-  if idle() and not data_left() then return math.min(ready, size) end -- the last, smaller batch
-  if a.needs_idle and not (idle() and credit() < (a.scoped and a.samples_per_task or 1)) then return 0 end
-  if a.needs_size and ready < size then return 0 end
-  return a.needs_size and size or ready
+  if not is_final() then
+    if a.needs_idle and not (idle() and credit() < unit()) then return 0 end
+    if a.needs_size and ready < size then return 0 end
+  end
+  return a.needs_size and math.min(ready, size) or ready -- fewer than `size` in the last batch only
 end
 
--- Groups that span tasks are stranded when nothing that is granted, or may yet be granted, can fill them.
+-- Groups that span tasks are stranded when nothing can fill them any more and a batch needs them.
 local function stranded(size)
-  if a.scoped or a.unlimited or count("grouping") == 0 or not idle() or batch_credit(size) > 0 then return false end
-  return not data_left() or (credit() < 1 and count("next_batch") <= version())
+  return not a.scoped and not a.unlimited and count("grouping") > 0 and count("ready_credit") < size and is_final()
 end
 
 local function smallest_asked()
@@ -304,8 +313,7 @@ local function is_held()
 end
 
 local function can_lease()
-  local unit = a.scoped and a.samples_per_task or 1
-  return not is_held() and (count("open") > 0 or (data_left() and credit() >= unit))
+  return not is_held() and (count("open") > 0 or (data_left() and credit() >= unit()))
 end
 
 local moves = {}
@@ -468,6 +476,7 @@ end
 
 local function form_batch(size)
   local batch = count("next_batch")
+  if batch >= a.total_steps then return nil end
   drop_stale_groups(batch)
   if stranded(size) then close_stranded() end
   local wanted = batch_credit(size)
@@ -484,6 +493,7 @@ local function form_batch(size)
   end
   add("ready", -samples)
   add("ready_credit", -taken)
+  add("taken", taken)
   add("batched", samples)
   add("next_batch", 1)
   redis.call("HSET", key("b:" .. batch), "groups", cjson.encode(groups), "n", samples, "state", "formed", "attempt", 0,
@@ -642,6 +652,7 @@ function moves.set_version()
   if a.version > count("version") or not redis.call("HGET", META, "version") then
     redis.call("HSET", META, "version", a.version)
     wake("tasks")
+    tell_progress()
   end
   return { version = count("version") }
 end

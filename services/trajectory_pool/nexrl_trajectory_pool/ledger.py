@@ -42,7 +42,7 @@ class LedgerRules:
     """A batch is ready when it has batch_size samples."""
     needs_idle: bool = False
     """A batch is ready when everything granted has ended."""
-    steps: int = 2**31
+    total_steps: int = 2**31
     """Steps of the experiment: no sample is granted that none of them would train."""
     unlimited: bool = False
     """No credit limit: validation, whose samples are never trained."""

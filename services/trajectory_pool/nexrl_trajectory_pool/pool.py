@@ -174,7 +174,7 @@ def training_rules(spec: ExperimentSpec, source: TaskSource) -> LedgerRules:
         release_incomplete=pool.incomplete_groups == "release",
         max_attempts=spec.rollout.max_attempts,
         max_queued=spec.train_batch_pool.max_queued,
-        steps=spec.trainer.steps,
+        total_steps=spec.trainer.steps,
         needs_size=pool.readiness != "loaded_batch_finished",
         needs_idle=pool.readiness != "batch_size",
     )

@@ -21,12 +21,13 @@ import grpc
 from nexrl.errors import AlreadyExistsError, NexrlError, TrainingFailedError, UnavailableError
 from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
+from nexrl.local.ownership import owned
 from nexrl.local.report import write_report
 from nexrl.local.run_folder import RunFolder
 from nexrl.local.view import RunView
 from nexrl.rpc.client import call, connect, new_request_id, watch
 from nexrl.spec import Experiment, load_experiment
-from nexrl.store import connect_redis
+from nexrl.store import connect_redis, key_prefix
 from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -34,7 +35,8 @@ from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 60.0
+"""Longest time that a process has to end; above the services' own bounds (settings.stop_seconds, drain_seconds)."""
 CALL_SECONDS = 30.0
 FIRST_CONTACT_SECONDS = 60.0
 POOL_SECONDS = 1.0
@@ -68,14 +70,18 @@ def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) ->
 
 
 async def _run(experiment: Experiment, options: RunOptions) -> int:
-    given_redis = experiment.spec.redis.url
-    if given_redis:  # first of all: the folder of an earlier run is put aside only for one that can begin
-        await (await connect_redis(given_redis)).aclose()
     require_free(options.port)
     _refuse_checkpoints_of_others(experiment)
-    folder = RunFolder(options.root, experiment)
-    if given_redis:  # only now: a run of this name that is on holds the folder, and needs its ledger
-        await _prepare_redis(given_redis, experiment)
+    given_redis = experiment.spec.redis.url
+    # First of all: the folder and the ledger of an earlier run are put aside only for one that can begin.
+    async with owned(given_redis, experiment.metadata.name) if given_redis else contextlib.nullcontext():
+        folder = RunFolder(options.root, experiment)
+        if given_redis:
+            await _prepare_redis(given_redis, experiment)
+        return await _run_in(folder, experiment, options)
+
+
+async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions) -> int:
     addresses, redis_socket = choose_addresses(experiment, options.port)
     launcher = Launcher(experiment, folder, addresses, redis_socket)
     began = time.monotonic()
@@ -102,11 +108,13 @@ def _refuse_checkpoints_of_others(experiment: Experiment) -> None:
 
 
 async def _prepare_redis(url: str, experiment: Experiment) -> None:
-    """Check that Redis answers, and forget an earlier run of this name; one that is resumed keeps its ledger."""
-    forgotten = "controller}" if experiment.spec.resume.mode == "auto" else ""
+    """Forget an earlier run of this name; one that is resumed keeps its ledger. Raises UnavailableError."""
+    name = experiment.metadata.name
+    parts = ["controller"] if experiment.spec.resume.mode == "auto" else ["controller", experiment.spec.model.tag]
     async with contextlib.aclosing(await connect_redis(url)) as connection:
-        async for key in connection.scan_iter(match=f"nexrl:{{{experiment.metadata.name}/{forgotten}*", count=1000):
-            await connection.unlink(key)
+        for part in parts:
+            async for key in connection.scan_iter(match=key_prefix(name, part) + "*", count=1000):
+                await connection.unlink(key)
 
 
 class Launcher:
@@ -187,8 +195,8 @@ class Launcher:
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
         while not self._stopping.is_set():  # which may begin within the pause before a restart
             code = await child.run()
-            if self._stopping.is_set() and child.name in CORE:
-                return
+            if self._interrupted.is_set() or (self._stopping.is_set() and child.name in CORE):
+                return  # nobody is to be told: the controller has not ended the experiment, or has itself ended
             delay_seconds = await self._verdict(child, code, controller)
             if delay_seconds is None:
                 return

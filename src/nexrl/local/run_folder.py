@@ -25,6 +25,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise AlreadyExistsError(
                 f"metadata.name: {experiment.metadata.name!r} is running in {self.path}; stop it or take another name"
             ) from None
@@ -33,6 +34,10 @@ class RunFolder:
         for part in ("logs", "redis", "checkpoints", "trajectories"):
             (self.path / part).mkdir(parents=True, exist_ok=True)
         self.experiment_file.write_text(dump_resolved(experiment))
+
+    def close(self) -> None:
+        """Let another launcher use the folder."""
+        self._lock.close()
 
     @property
     def experiment_file(self) -> Path:

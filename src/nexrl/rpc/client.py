@@ -12,7 +12,7 @@ import grpc
 from nexrl.errors import NexrlError, UnavailableError
 from nexrl.rpc.status import error_from_call
 
-MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Largest message that either side takes; also the limit that the edge names in its errors."""
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [

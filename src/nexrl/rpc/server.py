@@ -54,6 +54,7 @@ class ServiceProcess:
         self._is_ready = False
         self._names: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stoppers: list[Callable[[], Awaitable[Any]]] = []
         self._closers: list[Callable[[], Awaitable[Any]]] = []
         self._failure: BaseException | None = None
         self._health = health.aio.HealthServicer()
@@ -86,6 +87,10 @@ class ServiceProcess:
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
 
+    def on_stop(self, stopper: Callable[[], Awaitable[Any]]) -> None:
+        """Call `stopper` before background work is cancelled, to finish what is in hand within `stop_seconds`."""
+        self._stoppers.append(stopper)
+
     def on_close(self, closer: Callable[[], Awaitable[Any]]) -> None:
         """Call `closer` when the process ends, latest first."""
         self._closers.append(closer)
@@ -117,6 +122,11 @@ class ServiceProcess:
     async def _close(self) -> None:
         await self._health.enter_graceful_shutdown()
         await self.server.stop(self.settings.drain_seconds)
+        for stopper in self._stoppers:
+            try:
+                await asyncio.wait_for(stopper(), self.settings.stop_seconds)
+            except Exception:
+                log.exception("work in hand could not be finished")
         await self._end_tasks()
         for closer in reversed(self._closers):
             try:

@@ -253,8 +253,6 @@ class RolloutSpec(Section):
         default=256, description="Longest completion (tokens) per turn; a longer one is cut and TRUNCATED."
     )
     temperature: float = Field(default=1.0, gt=0, le=10, description="Sampling temperature of training rollouts.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling: probability mass kept; 1 = all.")
-    top_k: CountOrZero = Field(default=0, description="Most likely tokens kept; 0 = all.")
     max_attempts: int = Field(default=3, ge=1, le=100, description="Attempts at a sample before it is given up.")
     lease_seconds: Seconds = Field(
         default=60.0, description="Time without a renewal after which a worker's samples go to another worker."
@@ -398,7 +396,9 @@ class TrainerSpec(Section):
     backend: Literal["builtin", "mock"] = Field(
         default="builtin", description="builtin: PyTorch; mock: counts steps, changes no weight."
     )
-    steps: Count = Field(description="Optimizer updates after which training is finished.")
+    steps: CountOrZero = Field(
+        description="Optimizer updates after which training is finished; 0 = none, the Trainer RPCs decide."
+    )
     replicas: int = Field(default=1, ge=1, le=1, description="Trainer processes; one for now.")
     max_tokens_per_micro_batch: Count = Field(
         default=8192, description="Tokens of one forward and backward pass; the result does not depend on it."

@@ -101,9 +101,9 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
 @pytest.mark.parametrize(
     ("sections", "field", "words"),
     [
-        ({"trainer": {}}, "spec.trainer.steps", ["missing", "an integer, 1 to 1000000"]),
+        ({"trainer": {}}, "spec.trainer.steps", ["missing", "an integer, 0 to 1000000"]),
         ({"trainer": {"steps": "3"}}, "spec.trainer.steps", ['"3" is not allowed', "an integer"]),
-        ({"trainer": {"steps": 0}}, "spec.trainer.steps", ["0 is not allowed", "1 to 1000000"]),
+        ({"trainer": {"steps": -1}}, "spec.trainer.steps", ["-1 is not allowed", "0 to 1000000"]),
         ({"trainer": {"steps": 1, "step": 1}}, "spec.trainer.step", ["unknown key", "did you mean steps?"]),
         ({"trainer": {"steps": 1, "replicas": 2}}, "spec.trainer.replicas", ["2 is not allowed", "an integer, 1"]),
         ({"trajectoryPool": {"group_size": 8}}, "spec.trajectoryPool.group_size", ["did you mean groupSize?"]),

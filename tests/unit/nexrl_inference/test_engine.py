@@ -191,7 +191,8 @@ requests_strategy = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.timeout(240)
+@settings(max_examples=20, deadline=None)
 @given(requests=requests_strategy, arrivals=st.data())
 def test_any_order_of_admission_and_cancellation_gives_each_request_what_it_gets_alone(
     make_llama: Callable[[int], PreTrainedModel],

@@ -67,6 +67,13 @@ async def test_a_batch_becomes_advantages_by_group_with_masks_and_logprobs(build
     assert list(prepared.sample_ids) == ["0.0", "0.1", "1.0", "1.1"]
 
 
+async def test_a_sample_of_several_trajectories_counts_once_in_its_group(build: Builder) -> None:
+    several = lease()
+    several.groups[0].samples[1].trajectories.extend(several.groups[0].samples[1].trajectories[:1] * 2)
+    batch = decode_train_batch(build(advantage="group_mean").fit(several).tensors)
+    assert batch.advantages_N.reshape(-1, 3)[:, 0].tolist() == [0.5, -0.5, -0.5, -0.5]
+
+
 async def test_metrics_tell_what_a_batch_is_made_of(build: Builder) -> None:
     metrics = build().fit(lease()).metrics
     assert (metrics["samples"], metrics["reward_mean"], metrics["response_tokens"]) == (4, 0.75, 2)

@@ -1,0 +1,212 @@
+"""A replica as a service: over gRPC, and over HTTP with OpenAI's own client."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp import web
+from torch import Tensor
+
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError
+from nexrl.models import build_empty_model, build_model, iter_weights
+from nexrl.rpc.client import call, connect
+from nexrl.rpc.server import ServiceProcess
+from nexrl.tokenizers import build_tokenizer
+from nexrl.v1 import inference_service_pb2 as pb
+from nexrl.v1 import policy_pb2
+from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
+from nexrl.weights.packing import tensor_specs
+from nexrl.weights.receiver import StagedWeights, WeightReceiver
+from nexrl_inference.engine import Engine
+from nexrl_inference.engine_thread import EngineThread
+from nexrl_inference.openai_api import OpenAIApi
+from nexrl_inference.replica import Replica
+from nexrl_inference.scheduler import Limits
+from nexrl_inference.service import InferenceServicer
+from tests.support.services import running_service, small_experiment
+
+if TYPE_CHECKING:
+    from nexrl.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
+
+SPEC = small_experiment().spec
+CALL_SECONDS = 20.0
+
+
+class PreparedReceiver(WeightReceiver):
+    """Holds weights as if a broadcast had brought them."""
+
+    def stage(self, sync_id: str, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._staged = StagedWeights(sync_id, policy_version, f"digest-{policy_version}", tensors)
+
+
+@dataclass
+class Deployed:
+    """A replica without weights, its gRPC stub and its HTTP address."""
+
+    receiver: PreparedReceiver
+    stub: "InferenceServiceAsyncStub"
+    url: str
+
+    async def commit(self, policy_version: int, seed: int = 0) -> None:
+        """Serve the weights of a seed as a policy version."""
+        tensors = dict(iter_weights(build_model(SPEC.model, seed)))
+        self.receiver.stage(f"sync-{policy_version}", policy_version, tensors)
+        request = pb.CommitWeightsRequest(sync_id=f"sync-{policy_version}", policy_version=policy_version)
+        await call(self.stub.CommitWeights, request, timeout_seconds=CALL_SECONDS)
+
+    async def generate(self, **fields: Any) -> pb.GenerateResponse:
+        """Generate; two samples of eight tokens unless told otherwise."""
+        values = {"request_id": "r", "prompt_token_ids": [1, 5, 6], "n": 2, "max_new_tokens": 8, "temperature": 1.0}
+        return await call(self.stub.Generate, pb.GenerateRequest(**{**values, **fields}), timeout_seconds=CALL_SECONDS)
+
+
+@pytest.fixture
+async def replica(tmp_path: Path) -> AsyncIterator[Deployed]:
+    model, tokenizer = build_empty_model(SPEC.model), build_tokenizer(SPEC.model)
+    receiver = PreparedReceiver(tensor_specs(iter_weights(model)))
+    engine = Engine(model, eos_token_ids=[tokenizer.eos_token_id], limits=Limits(max_tokens_per_row=32), seed=0)
+    async with AsyncExitStack() as stack:
+        thread = await stack.enter_async_context(EngineThread(engine))
+        serving = Replica(thread, receiver, policy_pb2.Replica(replica_id="inference-0", address="127.0.0.1:1"))
+
+        async def start(process: ServiceProcess) -> None:
+            process.add(add_InferenceServiceServicer_to_server, InferenceServicer(serving), "nexrl.v1.InferenceService")
+
+        process = await stack.enter_async_context(running_service(tmp_path, start))
+        runner = web.AppRunner(OpenAIApi(serving, tokenizer, "default").application(), access_log=None)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        channel = await stack.enter_async_context(connect(process.address))
+        yield Deployed(receiver, InferenceServiceStub(channel), f"http://127.0.0.1:{runner.addresses[0][1]}")
+
+
+@pytest.fixture
+async def client(replica: Deployed) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{replica.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+async def test_nothing_is_generated_before_weights_are_committed(replica: Deployed) -> None:
+    with pytest.raises(FailedPreconditionError):
+        await replica.generate()
+    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+    assert (state.replica.replica_id, state.replica.policy_version, state.replica.ready) == ("inference-0", -1, False)
+    with pytest.raises(FailedPreconditionError, match="staged no weights"):
+        await call(replica.stub.CommitWeights, pb.CommitWeightsRequest(sync_id="x"), timeout_seconds=CALL_SECONDS)
+
+
+@pytest.mark.guide("F2", "G9", "L9", "L10")
+async def test_completions_are_repeatable_by_seed_and_name_the_version_of_each_token(replica: Deployed) -> None:
+    await replica.commit(3)
+    first = await replica.generate(seed=7)
+    assert await replica.generate(seed=7) == first
+    assert await replica.generate(seed=8) != first
+    assert len(first.completions) == 2
+    for completion in first.completions:
+        assert len(completion.token_ids) == len(completion.logprobs) == len(completion.policy_versions) <= 8
+        assert set(completion.policy_versions) == {3}
+        assert all(logprob <= 0 for logprob in completion.logprobs)
+        assert completion.finish_reason in ("stop", "length")
+    await replica.commit(4, seed=1)
+    changed = await replica.generate(seed=7)
+    assert set(changed.completions[0].policy_versions) == {4}
+    assert changed.completions[0].logprobs != first.completions[0].logprobs
+    await call(replica.stub.CommitWeights, pb.CommitWeightsRequest(sync_id="sync-4"), timeout_seconds=CALL_SECONDS)
+    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+    assert (state.replica.policy_version, state.replica.ready, state.digest) == (4, True, "digest-4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "n: at least 1"),
+        ({"prompt_token_ids": []}, "prompt_ids: at least one token"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"prompt_token_ids": [10_000]}, "prompt token 10000 is outside the vocabulary"),
+    ],
+)
+async def test_a_request_that_cannot_be_served_is_refused_by_name(
+    replica: Deployed, fields: dict[str, Any], message: str
+) -> None:
+    await replica.commit(0)
+    with pytest.raises(InvalidArgumentError, match=message):
+        await replica.generate(**fields)
+
+
+@pytest.mark.guide("F1", "Q33", "Q34")
+async def test_openais_client_completes_text_and_token_ids(replica: Deployed, client: openai.AsyncOpenAI) -> None:
+    await replica.commit(2)
+    text = await client.completions.create(model="default", prompt="12", max_tokens=4, n=2, seed=1)
+    assert [choice.index for choice in text.choices] == [0, 1]
+    assert text.usage is not None
+    assert text.usage.prompt_tokens == 3  # with <bos>
+    ids = await client.completions.create(model="default", prompt=[1, 5, 6], max_tokens=4, n=2, seed=1)
+    assert [choice.text for choice in ids.choices] == [choice.text for choice in text.choices]
+    assert ids.choices[0].model_extra is not None
+    assert set(ids.choices[0].model_extra["policy_versions"]) == {2}
+    assert [model.id async for model in client.models.list()] == ["default"]
+
+
+@pytest.mark.guide("F3", "G10")
+async def test_openais_client_chats(replica: Deployed, client: openai.AsyncOpenAI) -> None:
+    await replica.commit(2)
+    answer = await client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "12"}], max_completion_tokens=3, temperature=0
+    )
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content is not None
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 3
+    assert answer.choices[0].model_extra is not None
+    assert len(answer.choices[0].model_extra["token_ids"]) == answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model: 'other'"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"stream": True}, openai.BadRequestError, "stream"),
+        ({"stop": "x"}, openai.BadRequestError, "stop"),
+    ],
+)
+async def test_what_is_not_offered_is_an_openai_error(
+    replica: Deployed, client: openai.AsyncOpenAI, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    await replica.commit(0)
+    with pytest.raises(error, match=message):
+        await client.completions.create(**{"model": "default", "prompt": "1", "max_tokens": 2, **fields})
+
+
+async def test_http_is_unavailable_before_weights_and_healthy_after(
+    replica: Deployed, client: openai.AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.InternalServerError) as refusal:
+        await client.completions.create(model="default", prompt="1")
+    assert refusal.value.status_code == 503
+    async with aiohttp.ClientSession() as session:
+        assert (await session.get(f"{replica.url}/health")).status == 503
+        await replica.commit(5)
+        answer = await session.get(f"{replica.url}/health")
+        assert (answer.status, await answer.json()) == (200, {"policy_version": 5})
+
+
+async def test_a_call_that_is_called_off_frees_its_place(replica: Deployed) -> None:
+    await replica.commit(0)
+    calls = [asyncio.create_task(replica.generate(max_new_tokens=20, request_id=str(i))) for i in range(8)]
+    await asyncio.sleep(0)
+    for each in calls:
+        each.cancel()
+    await asyncio.wait(calls)
+    await replica.generate()
+    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+    assert state.queued == 0

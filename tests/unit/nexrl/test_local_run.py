@@ -1,0 +1,169 @@
+"""What a run on one machine leaves on disk, and that nothing of it outlives its launcher."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nexrl.errors import AlreadyExistsError
+from nexrl.local import bound
+from nexrl.local.child import Child, Command
+from nexrl.local.components import free_ports
+from nexrl.local.report import samples_per_second, summarize, write_report
+from nexrl.local.run_folder import RunFolder
+from tests.support.services import small_experiment
+
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-I", "-S", {bound!r}, str(os.getpid()), "sleep", "600"], stdout=1)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_child_ends_when_its_parent_is_killed() -> None:
+    command = [sys.executable, "-c", PARENT.format(bound=bound.__file__)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        pidfd = os.pidfd_open(child)
+        # The pipe is also the child's standard output: its end is read when nobody holds it any more.
+        parent.send_signal(signal.SIGKILL)
+        assert parent.stdout.read() == b""
+    os.close(pidfd)
+
+
+def test_a_child_whose_parent_has_ended_before_does_not_start() -> None:
+    command = [sys.executable, "-I", "-S", bound.__file__, "1", "echo", "started"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "the launcher has ended" in ended.stderr
+
+
+async def test_a_childs_exit_code_and_log_are_kept_and_it_can_be_started_again(tmp_path: Path) -> None:
+    script = "import os; print('line of', os.environ['WHO']); raise SystemExit(3)"
+    child = Child(Command("rollout-0", [sys.executable, "-c", script], {"WHO": "me"}), tmp_path)
+    assert [await child.run(), await child.run()] == [3, 3]
+    assert (child.starts, child.pid) == (2, None)
+    assert child.log_tail() == "line of me\nline of me"
+    await child.stop(1.0)
+
+
+async def test_a_child_that_does_not_heed_sigterm_is_killed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ready")
+    ready = f"open({str(tmp_path / 'ready')!r}, 'w').close()"
+    script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ready}; signal.pause()"
+    child = Child(Command("stubborn", [sys.executable, "-c", script], {}), tmp_path)
+    running = asyncio.create_task(child.run())
+    await asyncio.to_thread((tmp_path / "ready").read_text)  # until it ignores the signal
+    await child.stop(0.05)
+    assert await running == -signal.SIGKILL
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Iterator[Callable[..., RunFolder]]:
+    """Opens folders of runs, and lets go of them at the end."""
+    with ExitStack() as stack:
+
+        def open_one(name: str = "test", **sections: Any) -> RunFolder:
+            return stack.enter_context(closing(RunFolder(tmp_path, small_experiment(name, **sections))))
+
+        yield open_one
+
+
+OpenFolder = Callable[..., RunFolder]
+
+
+@pytest.mark.guide("Q3")
+def test_two_launchers_never_share_a_folder(tmp_path: Path, open_folder: OpenFolder) -> None:
+    first = open_folder("mine")
+    with pytest.raises(AlreadyExistsError, match="'mine' is running in"):
+        open_folder("mine")
+    open_folder("other")
+    assert first.path == tmp_path / "mine"
+
+
+def left_by_a_run(root: Path) -> None:
+    with closing(RunFolder(root, small_experiment("mine"))) as folder:
+        folder.write_json("summary.json", {"steps": 3})
+
+
+def test_an_earlier_run_is_put_aside_whole(tmp_path: Path, open_folder: OpenFolder) -> None:
+    left_by_a_run(tmp_path)
+    folder = open_folder("mine")
+    assert not (folder.path / "summary.json").exists()
+    (aside,) = [path for path in tmp_path.glob("mine.*") if path.is_dir()]
+    assert json.loads((aside / "summary.json").read_text()) == {"steps": 3}
+
+
+@pytest.mark.guide("Q41")
+def test_a_run_that_resumes_keeps_its_folder(tmp_path: Path, open_folder: OpenFolder) -> None:
+    left_by_a_run(tmp_path)
+    folder = open_folder("mine", resume={"mode": "auto"})
+    assert (folder.path / "summary.json").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["mine"]
+
+
+def test_metrics_are_by_step_and_a_replayed_step_counts_once(open_folder: OpenFolder) -> None:
+    folder = open_folder()
+    assert folder.metrics() == []
+    lines: list[dict[str, float]] = [
+        {"step": 2, "time": 10, "reward_mean": 0.1},
+        {"step": 1, "time": 11, "reward_mean": 0.2},
+        {"step": 2, "time": 12, "reward_mean": 0.3},
+        {"step": 2, "time": 13, "val/exact": 0.5},
+    ]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert folder.metrics() == [
+        {"step": 1, "time": 11, "reward_mean": 0.2},
+        {"step": 2, "time": 12, "reward_mean": 0.3, "val/exact": 0.5},
+    ]
+
+
+def steps(number: int) -> list[dict[str, float]]:
+    return [
+        {"step": step, "time": 100 + step / 2, "samples": 8, "reward_mean": step / number, "entropy": 1.0}
+        for step in range(1, number + 1)
+    ]
+
+
+def test_the_summary_has_both_ends_and_the_rate_between_them() -> None:
+    held_out = [
+        {"step": 0, "val/exact": 0.1, "val/num_samples": 4},
+        {"step": 40, "val/exact": 0.9, "val/num_samples": 4},
+    ]
+    made = steps(40)
+    summary = summarize([held_out[0], *made, held_out[1]], made)
+    assert (summary["steps"], summary["samples_per_second"]) == (40, 16.0)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.1375, 0.8875)  # ten steps at each end
+    assert (summary["heldout_exact_first"], summary["heldout_exact"]) == (0.1, 0.9)
+    assert summary["heldout_reward"] is None
+
+
+def test_a_run_without_a_step_has_a_summary_too() -> None:
+    assert summarize([], [])["steps"] == 0
+    assert samples_per_second(steps(1)) is None
+
+
+def test_the_report_writes_summary_and_picture(open_folder: OpenFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = open_folder()
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps(20)))
+    write_report(folder, small_experiment(), [Child(Command("trainer", [], {}), folder.logs)], wall_seconds=12.3)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert (summary["name"], summary["processes"], summary["wall_seconds"]) == ("test", ["trainer"], 12.3)
+    assert (folder.path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "reward" in capsys.readouterr().out
+
+
+def test_free_ports_are_distinct() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(0 < port < 65536 for port in ports)
