@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from nexrl.errors import InvalidArgumentError, Violation
 
 PACKAGE_PREFIX = "package:"
+
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 # A scratch model has seen no roles or separators: a conversation is its contents, one after the other.

@@ -286,13 +286,29 @@ async def test_samples_given_back_are_granted_next_without_a_failure(make: Make)
 
 async def test_a_hold_stops_training_grants_until_it_is_lifted(make: Make) -> None:
     ledger = make()
-    await ledger.hold(3)
+    await ledger.hold(3, 60)
     assert (await ledger.lease_tasks("", 2, 60)).waiting_on == "validation"
     await ledger.unhold(3)
     assert (await ledger.lease_tasks("", 2, 60)).tasks
 
 
 @pytest.mark.guide("H15")
+async def test_a_hold_that_nobody_lifts_ends_by_itself(make: Make, clock: Clock) -> None:
+    ledger = make()
+    await ledger.hold(3, 60)
+    clock.now += 61
+    assert (await ledger.lease_tasks("", 2, 60)).tasks
+
+
+async def test_an_id_that_is_none_changes_nothing(make: Make) -> None:
+    ledger = make()
+    grant = await ledger.lease_tasks("", 2, 60)
+    assert await ledger.return_samples("", [*grant.tasks[0].samples, ("garbage", 1)]) == 2
+    assert await ledger.renew([("garbage", 1)], 60) == ("garbage",)
+    state = await ledger.state()
+    assert (state["open"], state["leased"], state.imbalance) == (2, 0, 0)
+
+
 async def test_ungrouped_samples_are_ready_one_by_one(make: Make) -> None:
     ledger = make(leaf_size=1, scoped=False, samples_per_task=3)
     grant = await ledger.lease_tasks("", 3, 60)

@@ -22,6 +22,7 @@
 --   req:<move>:<id>     answer to a request, kept REQUEST_SECONDS
 local REQUEST_SECONDS = 120
 local EXPIRE_AT_ONCE = 200
+local MAX_ITEMS = 100000
 
 local prefix, move, request_id = KEYS[1], ARGV[1], ARGV[3]
 local a = cjson.decode(ARGV[4])
@@ -50,6 +51,7 @@ local function split_id(id)
 end
 
 local function row(group, k)
+  if not group then return nil end -- an id that is none
   local value = redis.call("HGET", key("g:" .. group), "s" .. k)
   if not value then return nil end
   local state, attempt, failures = value:match("^(%a+):(%d+):(%d+)$")
@@ -309,7 +311,7 @@ end
 -- Training waits while a version is validated; validation samples are granted in a round only.
 local function is_held()
   if a.unlimited then return not redis.call("HGET", META, "round") end
-  return redis.call("HGET", META, "hold") and true or false
+  return now < tonumber(redis.call("HGET", META, "hold_until") or 0)
 end
 
 local function can_lease()
@@ -380,6 +382,9 @@ function moves.return_samples()
 end
 
 function moves.add_task()
+  if redis.call("LLEN", key("items")) >= MAX_ITEMS then
+    return fail("RESOURCE_EXHAUSTED", "task: " .. MAX_ITEMS .. " added tasks wait already")
+  end
   redis.call(a.front and "LPUSH" or "RPUSH", key("items"), ARGV[5])
   wake("tasks")
   return {}
@@ -658,13 +663,13 @@ function moves.set_version()
 end
 
 function moves.hold()
-  redis.call("HSET", META, "hold", a.version)
+  redis.call("HSET", META, "hold", a.version, "hold_until", string.format("%d", math.ceil(now + a.hold_seconds)))
   wake("tasks")
   return {}
 end
 
 function moves.unhold()
-  if count("hold") == a.version then redis.call("HDEL", META, "hold") end
+  if count("hold") == a.version then redis.call("HDEL", META, "hold", "hold_until") end
   wake("tasks")
   return {}
 end

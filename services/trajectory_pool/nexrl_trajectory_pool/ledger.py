@@ -232,9 +232,9 @@ class Ledger:
         """The committed policy version moves the credit; never backwards. Gives the version held."""
         return int((await self._move("set_version", version=version))["version"])
 
-    async def hold(self, version: int) -> None:
-        """Grant no training tasks while `version` is validated."""
-        await self._move("hold", version=version)
+    async def hold(self, version: int, hold_seconds: float) -> None:
+        """Grant no training tasks while `version` is validated, for at most `hold_seconds`."""
+        await self._move("hold", version=version, hold_seconds=hold_seconds)
 
     async def unhold(self, version: int) -> None:
         """Grant training tasks again."""

@@ -4,16 +4,22 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from urllib.parse import quote
 
 from nexrl.datasets import Task, TaskSource
 from nexrl.errors import InvalidArgumentError, NotFoundError
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.experiment import ModelSpec
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import UNLIMITED, Grant, GrantedBatch, GrantedTask, Ledger, LedgerRules
 from nexrl_trajectory_pool.wakeups import WakeUps
 
 MAX_SLEEP_SECONDS = 1.0
+BATCH_LEASE_SECONDS = 3600.0
+"""Long, since preparing a batch may be: what a dead trainer held is taken back when it resumes, not by a deadline."""
+HOLD_MARGIN_SECONDS = 60.0
+"""Time in which a validation may be ended after its own limit, before training goes on without being told."""
 MAX_LEASE_SECONDS = 86_400.0
 
 
@@ -55,6 +61,8 @@ class Pool:
         self.training = Ledger(redis, prefix, training_rules(spec, train), clock)
         self.validation = Ledger(redis, prefix + "val:", validation_rules(spec, validation), clock)
         self.wakeups = WakeUps(redis, [self.training.wake_channel, self.validation.wake_channel])
+        self.vocabulary_size = vocabulary_size(spec.model)
+        self.validation_seconds = spec.validation.timeout_seconds if spec.validation else 0.0
         self._train = train
         self._validation = validation
 
@@ -99,7 +107,7 @@ class Pool:
         """Lease a batch, waiting until one is ready; also tells whether none can come any more."""
         if batch_size < 0:
             raise InvalidArgumentError(f"batch_size: {batch_size}; 0 for the experiment's setting, or more")
-        seconds = self.lease_seconds(lease_seconds)
+        seconds = self.lease_seconds(lease_seconds) if lease_seconds else BATCH_LEASE_SECONDS
 
         async def attempt() -> tuple[tuple[GrantedBatch | None, bool], bool]:
             batch, exhausted = await self.training.lease_batch(request_id, seconds, batch_size)
@@ -120,7 +128,7 @@ class Pool:
         """Begin a round; gives its number of samples. Raises FailedPreconditionError while another round runs."""
         samples = len(self.source(True)) * self.validation.rules.samples_per_task
         await self.validation.begin_round(version)
-        await self.training.hold(version)
+        await self.training.hold(version, self.validation_seconds + HOLD_MARGIN_SECONDS)
         return samples
 
     async def wait_validation(self, version: int, wait_seconds: float) -> tuple[bool, list[bytes], int]:
@@ -159,6 +167,15 @@ class Pool:
             task = json.loads(granted.item) if granted.item else self.task(is_validation, granted.position)
             leases.append(Lease(str(task["id"]), json.dumps(task), granted, is_validation))
         return LeasedTasks(tuple(leases), grant.deadline, grant.waiting_on, grant.exhausted)
+
+
+def vocabulary_size(model: ModelSpec) -> int | None:
+    """Token ids are below it; None where only the model's own library can tell (a GGUF file)."""
+    if model.scratch is not None:
+        return model.scratch.vocabulary_size
+    config = Path(model.path or "") / "config.json"
+    size: int | None = json.loads(config.read_text()).get("vocab_size") if config.is_file() else None
+    return size
 
 
 def training_rules(spec: ExperimentSpec, source: TaskSource) -> LedgerRules:

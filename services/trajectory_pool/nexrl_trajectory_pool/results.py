@@ -14,12 +14,16 @@ MAX_SAMPLE_BYTES = 8 * 1024 * 1024
 MAX_VIOLATIONS_SHOWN = 10
 
 
-def produced_samples(results: Sequence[pb.SampleResult], key_list: Sequence[str] | None) -> list[ProducedSample]:
+def produced_samples(
+    results: Sequence[pb.SampleResult], key_list: Sequence[str] | None, vocabulary_size: int | None = None
+) -> list[ProducedSample]:
     """The results for the ledger; `key_list` None forms no groups (validation).
 
     Raises InvalidArgumentError that names every field that is wrong; nothing is stored then.
     """
     violations = [v for i, result in enumerate(results) for v in _violations(f"results[{i}]", result, key_list or ())]
+    if vocabulary_size is not None:
+        violations += _foreign_tokens(results, vocabulary_size)
     if violations:
         raise InvalidArgumentError("; ".join(map(str, violations[:MAX_VIOLATIONS_SHOWN])), violations=violations)
     return [_produced(result, key_list) for result in results]
@@ -52,6 +56,16 @@ def _violations(path: str, result: pb.SampleResult, key_list: Sequence[str]) -> 
     for key in key_list if result.trajectories else ():
         if key != "task_id" and key not in result.trajectories[0].metadata:
             yield Violation(f"{path}.trajectories[0].metadata", f"lacks {key!r}; trajectoryPool.keyList groups by it")
+
+
+def _foreign_tokens(results: Sequence[pb.SampleResult], vocabulary_size: int) -> Iterator[Violation]:
+    """A token that the model has not would stop the trainer, at every attempt to train the batch."""
+    for i, result in enumerate(results):
+        for j, trajectory in enumerate(result.trajectories):
+            largest = max(trajectory.token_ids, default=0)
+            if largest >= vocabulary_size:
+                path = f"results[{i}].trajectories[{j}].token_ids"
+                yield Violation(path, f"{largest}; the model has {vocabulary_size} tokens")
 
 
 def _trajectory_violations(path: str, trajectory: pb.Trajectory) -> Iterator[Violation]:

@@ -121,7 +121,7 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
 
     async def PutSamples(self, request: pool_pb.PutSamplesRequest, context: Context) -> pool_pb.PutSamplesResponse:
         pool = self._pools[request.model_tag]
-        results = produced_samples(request.results, pool.spec.trajectory_pool.key_list)
+        results = produced_samples(request.results, pool.spec.trajectory_pool.key_list, pool.vocabulary_size)
         outcomes = await pool.training.put_samples(request.request_id, results)
         return pool_pb.PutSamplesResponse(outcomes=[pb.PutOutcome.Value(f"PUT_OUTCOME_{o}") for o in outcomes])
 

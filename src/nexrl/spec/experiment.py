@@ -119,6 +119,11 @@ class ScratchModelSpec(Section):
             raise _refuse(f"hiddenSize ({hidden_size}) must be an even multiple of heads ({heads})")
         return heads
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below it: the special tokens of `nexrl.tokenizers`, and one for each character."""
+        return 4 + len(set(self.alphabet))
+
 
 class ModelSpec(Section):
     """The model to train: existing weights (`path`) or random ones (`scratch`), exactly one of them."""

@@ -348,7 +348,7 @@ class SampleResult(google.protobuf.message.Message):
     verdict: Global___Verdict.ValueType
     """How the sample ended."""
     error: builtins.str
-    """Why it failed, for people; empty otherwise. At most 4096 characters are kept."""
+    """Why it failed, for people; empty otherwise. It is not stored."""
     @property
     def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Trajectory]:
         """One or more trajectories when the verdict is OK or TRUNCATED, else none. Stored all or none."""

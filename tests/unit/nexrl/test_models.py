@@ -111,3 +111,8 @@ def test_a_gguf_in_a_package_becomes_a_model_that_can_be_saved(tmp_path: Path) -
     assert tokenizer.decode([int(next_token)]) == " Paris"
     model.save_pretrained(tmp_path)
     assert equal_weights(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_the_schema_knows_the_size_of_a_scratch_vocabulary() -> None:
+    scratch = ScratchModelSpec(alphabet="0123456789=", hidden_size=16, intermediate_size=32, layers=1, heads=2)
+    assert len(build_tokenizer(ModelSpec(scratch=scratch))) == scratch.vocabulary_size

@@ -208,7 +208,7 @@ def test_a_spec_that_is_no_mapping_is_refused(write: Write) -> None:
 
 
 def test_the_error_reads_as_a_list_of_all_problems(write: Write) -> None:
-    path = write(trainer={"steps": 0, "x": 1})
+    path = write(trainer={"steps": -1, "x": 1})
     with pytest.raises(SpecError) as caught:
         load_experiment(path)
     head, *lines = str(caught.value).splitlines()

@@ -70,6 +70,13 @@ def test_a_bad_result_is_refused_by_the_name_of_its_field(name: str) -> None:
     assert field in [violation.field for violation in refusal.value.violations]
 
 
+def test_a_token_that_the_model_has_not_is_refused() -> None:
+    results = [changed(lambda r: r.trajectories[0].token_ids.__setitem__(0, 11))]
+    assert produced_samples(results, ["task_id"], vocabulary_size=12)
+    with pytest.raises(InvalidArgumentError, match=r"token_ids: 11; the model has 11 tokens"):
+        produced_samples(results, ["task_id"], vocabulary_size=11)
+
+
 def test_all_that_is_wrong_is_told_at_once_and_nothing_is_produced() -> None:
     results = [changed(BAD["no id"][0]), scored(LEASE), changed(BAD["no spans"][0])]
     with pytest.raises(InvalidArgumentError) as refusal:
