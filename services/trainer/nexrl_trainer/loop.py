@@ -55,7 +55,7 @@ class Checkpoints:
 
 
 class TrainWorker:
-    """Trains until the experiment's steps are made or the data is exhausted. All torch work on the learner is in one thread."""
+    """Trains until the steps are made or the data is exhausted. All torch work on the learner is in one thread."""
 
     def __init__(
         self,
