@@ -90,13 +90,6 @@ class DeadlineExceededError(NexrlError):
     exit_code = 7
 
 
-class CancelledError(NexrlError):
-    """The work was called off, by the caller or by a shutdown."""
-
-    status = "CANCELLED"
-    exit_code = 130
-
-
 class TrainingFailedError(NexrlError):
     """The experiment ended in phase Failed; the message is the controller's reason."""
 
@@ -114,6 +107,5 @@ def error_class(status: str) -> type[NexrlError]:
         ResourceExhaustedError,
         UnavailableError,
         DeadlineExceededError,
-        CancelledError,
     ]
     return next((cls for cls in classes if cls.status == status), NexrlError)

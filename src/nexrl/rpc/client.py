@@ -86,4 +86,4 @@ async def watch(
 
 def is_passing(error: NexrlError) -> bool:
     """True for an error that may be gone at the next try: a peer that restarts, or a wait that was too short."""
-    return error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+    return error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED")

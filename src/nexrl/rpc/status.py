@@ -37,9 +37,9 @@ def error_from_call(call: grpc.aio.AioRpcError) -> NexrlError:
             violations = [Violation(v.field, v.description) for v in bad_request.field_violations]
         elif detail.Unpack(retry_info):
             retry_after = retry_info.retry_delay.ToMilliseconds() / 1000
-    return error_class(call.code().name)(
-        call.details() or call.code().name, violations=violations, retry_after_seconds=retry_after
-    )
+    # Who cancels a call of its own gets asyncio.CancelledError: this status is a server's that is stopping.
+    code = "UNAVAILABLE" if call.code() is grpc.StatusCode.CANCELLED else call.code().name
+    return error_class(code)(call.details() or code, violations=violations, retry_after_seconds=retry_after)
 
 
 def _packed(

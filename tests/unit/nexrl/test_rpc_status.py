@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from nexrl.errors import (
     AlreadyExistsError,
-    CancelledError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -25,7 +24,6 @@ from nexrl.rpc.status import ERROR_DOMAIN, error_from_call, status_from_error
 
 CLASSES: list[type[NexrlError]] = [
     AlreadyExistsError,
-    CancelledError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -64,4 +62,4 @@ def test_the_status_names_the_class_for_clients_in_other_languages() -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_only_what_may_be_gone_next_time_is_tried_again(kind: type[NexrlError]) -> None:
-    assert is_passing(kind("x")) == (kind in (UnavailableError, DeadlineExceededError, CancelledError))
+    assert is_passing(kind("x")) == (kind in (UnavailableError, DeadlineExceededError))
