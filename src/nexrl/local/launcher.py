@@ -28,8 +28,10 @@ from nexrl.local.view import RunView
 from nexrl.rpc.client import call, connect, new_request_id, watch
 from nexrl.spec import Experiment, load_experiment
 from nexrl.store import connect_redis, key_prefix
+from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
+from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 
@@ -155,7 +157,7 @@ class Launcher:
     async def _follow(self, controller: grpc.aio.Channel, pool: grpc.aio.Channel) -> pb.Experiment | None:
         with RunView(self.experiment, self.children) as view:
             ending = asyncio.create_task(self._until_ended(controller, view))
-            depths = asyncio.create_task(_show_pool(pool, view))
+            depths = asyncio.create_task(_show_details(pool, controller, view))
             interrupted = asyncio.create_task(self._interrupted.wait())
             tasks: list[asyncio.Future[Any]] = [ending, interrupted, self._failure]
             try:
@@ -229,13 +231,14 @@ class Launcher:
             await asyncio.gather(*(child.stop(STOP_SECONDS) for child in of_role))
 
 
-async def _show_pool(channel: grpc.aio.Channel, view: RunView) -> None:
-    stub = TrajectoryPoolServiceStub(channel)
+async def _show_details(pool: grpc.aio.Channel, controller: grpc.aio.Channel, view: RunView) -> None:
+    pools, activity = TrajectoryPoolServiceStub(pool), ActivityServiceStub(controller)
     while True:
         with contextlib.suppress(NexrlError):
             request = pool_pb.GetTrajectoryPoolStateRequest()
-            answer = await call(stub.GetTrajectoryPoolState, request, timeout_seconds=FIRST_CONTACT_SECONDS)
-            view.show_pool(answer.pools[0])
+            depth = await call(pools.GetTrajectoryPoolState, request, timeout_seconds=FIRST_CONTACT_SECONDS)
+            seen = await call(activity.GetActivity, activity_pb.GetActivityRequest(), timeout_seconds=CALL_SECONDS)
+            view.show_details(depth.pools[0], seen)
         await asyncio.sleep(POOL_SECONDS)
 
 

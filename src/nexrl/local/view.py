@@ -11,6 +11,7 @@ from rich.table import Table
 
 from nexrl.local.child import Child
 from nexrl.spec import Experiment
+from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 
@@ -36,6 +37,7 @@ class RunView:
         self._console = Console(file=sys.stdout)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._pool = pool_pb.PoolState()
+        self._activity = activity_pb.GetActivityResponse()
         self._last = pb.Experiment()
         self._first_step: tuple[float, int] | None = None
         self._printed_step = -1
@@ -65,9 +67,9 @@ class RunView:
             self._printed_step = step
             self._console.print(self._line(), highlight=False, soft_wrap=True)
 
-    def show_pool(self, pool: pool_pb.PoolState) -> None:
-        """The pool's newest state."""
-        self._pool = pool
+    def show_details(self, pool: pool_pb.PoolState, activity: activity_pb.GetActivityResponse) -> None:
+        """The pool's newest state, and what went wrong lately."""
+        self._pool, self._activity = pool, activity
         if self._live:
             self._live.update(self._table(), refresh=True)
 
@@ -91,6 +93,11 @@ class RunView:
         facts["pool"] = f"{pool.leased} leased, {pool.grouping} grouping, {pool.ready} ready, {pool.batched} in batches"
         if pool.dropped:
             facts["dropped"] = ", ".join(f"{count} {reason}" for reason, count in pool.dropped.items())
+        if self._activity.recent_error_count:
+            newest = self._activity.errors[0]
+            facts["errors"] = (
+                f"{self._activity.recent_error_count} in 5 minutes, the newest {newest.module}: {newest.message}"
+            )
         if self._last.restarts:
             facts["restarts"] = str(self._last.restarts)
         return facts
