@@ -198,7 +198,11 @@ async def test_a_watch_gives_the_whole_state_at_once_and_at_each_change(deploy: 
     for step in range(1, 4):
         await deployed.post(step, loss=step)
     newest = (await anext(states)).experiment
-    assert (newest.phase, newest.progress.step) == (controller_pb.PHASE_RUNNING, 3)
+    while (
+        newest.progress.step < 3
+    ):  # changes that come close together are told together; how close, the machine decides
+        newest = (await anext(states)).experiment
+    assert newest.phase == controller_pb.PHASE_RUNNING
     deployed.controller.end_watches()
     assert [state async for state in states] == []
 

@@ -227,7 +227,7 @@ async def test_reflection_is_there_when_the_setting_is_on(tmp_path: Path, is_on:
             assert SERVICE in {service.name for service in answers[0].list_services_response.service}
         else:
             # CANCELLED: what gRPC sometimes makes of a stream that is refused while it is still being written.
-            with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED|CANCELLED"):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"UNIMPLEMENTED|CANCELLED"):
                 _ = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=10)]
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ async def _run(experiment: Experiment, options: RunOptions) -> int:
 
 
 async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions) -> int:
+    if folder.put_aside is not None:
+        sys.stdout.write(f"an earlier run of this name is kept as {folder.put_aside}\n")
     addresses, redis_socket = choose_addresses(experiment, options.port)
     launcher = Launcher(experiment, folder, addresses, redis_socket)
     began = time.monotonic()
@@ -94,6 +97,7 @@ async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions
             shutil.rmtree(redis_socket.parent, ignore_errors=True)
     write_report(folder, experiment, launcher.children, time.monotonic() - began)
     if ending is None:
+        sys.stdout.write("stopped; resume.mode=auto goes on from the last checkpoint\n")
         return INTERRUPTED_EXIT
     if ending.phase == pb.PHASE_FAILED:
         raise TrainingFailedError(f"{ending.reason}: {ending.message}; logs are in {folder.logs}")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nexrl.errors import AlreadyExistsError
-from nexrl.spec import Experiment, dump_resolved
+from nexrl.errors import AlreadyExistsError, InvalidArgumentError
+from nexrl.spec import Experiment, dump_resolved, load_resolved
 
 
 class RunFolder:
@@ -29,11 +29,31 @@ class RunFolder:
             raise AlreadyExistsError(
                 f"metadata.name: {experiment.metadata.name!r} is running in {self.path}; stop it or take another name"
             ) from None
-        if self.path.exists() and experiment.spec.resume.mode != "auto":
-            self.path.rename(self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+        self.put_aside: Path | None = None
+        """Where an earlier run of this name is kept now."""
+        if self.path.exists() and experiment.spec.resume.mode == "auto":
+            self._refuse_other_batches(experiment)
+        elif self.path.exists():
+            self.put_aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+            self.path.rename(self.put_aside)
         for part in ("logs", "redis", "checkpoints", "trajectories"):
             (self.path / part).mkdir(parents=True, exist_ok=True)
         self.experiment_file.write_text(dump_resolved(experiment))
+
+    def _refuse_other_batches(self, experiment: Experiment) -> None:
+        """The ledger that is resumed counts in batches and groups of the size that it began with."""
+        if not self.experiment_file.is_file():
+            return
+        before, now = load_resolved(self.experiment_file).spec.trajectory_pool, experiment.spec.trajectory_pool
+        for key, old, new in (
+            ("batchSize", before.batch_size, now.batch_size),
+            ("groupSize", before.group_size, now.group_size),
+        ):
+            if old != new:
+                self.close()
+                raise InvalidArgumentError(
+                    f"spec.trajectoryPool.{key}: {new}; the run to be resumed has {old}; keep it, or take another name"
+                )
 
     def close(self) -> None:
         """Let another launcher use the folder."""

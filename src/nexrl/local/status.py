@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from nexrl.errors import NotFoundError
+from nexrl.errors import NotFoundError, UnavailableError
 from nexrl.local.launcher import controller_address
 from nexrl.rpc.client import call, connect
 from nexrl.v1 import activity_service_pb2 as activity_pb
@@ -20,6 +20,15 @@ async def print_status(run_folder: Path) -> None:
     """Print phase, modules and errors. Raises NotFoundError for no run, UnavailableError for one that has ended."""
     if not (run_folder / "endpoints.json").is_file():
         raise NotFoundError(f"{run_folder}: not the folder of a run; it has no endpoints.json")
+    try:
+        await _ask(run_folder)
+    except UnavailableError:
+        raise UnavailableError(
+            f"{run_folder}: this run is not on; {run_folder}/summary.json tells how it ended"
+        ) from None
+
+
+async def _ask(run_folder: Path) -> None:
     async with connect(controller_address(run_folder)) as channel:
         answer = await call(
             ControllerServiceStub(channel).GetExperiment, pb.GetExperimentRequest(), timeout_seconds=CALL_SECONDS

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from nexrl.datasets import DatasetError, open_dataset, open_datasets
 from nexrl.errors import InvalidArgumentError, Violation
+from nexrl.references import load_reference
 from nexrl.spec import yaml_core
 from nexrl.spec.experiment import (
     FOLDER_ANNOTATION,
@@ -25,6 +26,7 @@ from nexrl.spec.experiment import (
     LoggerSpec,
     ModelSpec,
     ResumeSpec,
+    RolloutSpec,
 )
 from nexrl.spec.schema import SchemaView
 
@@ -238,12 +240,25 @@ def _missing_on_this_machine(
     violations = [
         problem for name, check in checks.items() if sections.get(name) is not None for problem in check(sections[name])
     ]
+    if sections.get("rollout") is not None:
+        violations += _missing_code(sections["rollout"], folder)
     if experiment is not None:
         return violations + _wrong_tasks(lambda: open_datasets(experiment.spec, experiment.folder))
     if "data" in sections:
         violations += _wrong_tasks(lambda: open_dataset(sections["data"], folder))
     if sections.get("validation") is not None:
         violations += _wrong_tasks(lambda: open_dataset(sections["validation"].data, folder, "validation"))
+    return violations
+
+
+def _missing_code(rollout: RolloutSpec, folder: Path) -> list[Violation]:
+    violations = []
+    for key, reference in (("reward", rollout.reward), ("environment", rollout.environment)):
+        try:
+            if reference is not None:
+                load_reference(reference, folder)
+        except InvalidArgumentError as error:
+            violations.append(Violation(f"spec.rollout.{key}", error.message))
     return violations
 
 

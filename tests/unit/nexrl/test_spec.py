@@ -238,6 +238,11 @@ def test_a_broken_line_of_the_data_is_found_before_anything_starts(write: Write,
     assert "tasks.jsonl line 17: not JSON" in found["spec.data.path"]
 
 
+def test_a_reward_that_is_not_there_is_found_before_anything_starts(write: Write) -> None:
+    found = problems(write(rollout={"reward": "nexrl.rewards:last_numberr", "maxNewTokens": 8}))
+    assert "last_numberr" in found["spec.rollout.reward"]
+
+
 def test_an_api_key_variable_must_exist(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(inference={"backend": "vllm", "url": "http://engine:8000", "apiKeyEnv": "ENGINE_KEY"})
     assert list(problems(path)) == ["spec.inference.backend", "spec.inference.apiKeyEnv"]
