@@ -76,8 +76,17 @@ class Run:
 
     async def process(self, name: str, *, other_than: Process | None = None) -> Process:
         """The child `name`, as soon as it runs; `other_than` is the one that ran before."""
-        await self._unless_ended(eventually(lambda: self.processes.get(name, other_than) != other_than, seconds=None))
-        return self.processes[name]
+        found: list[Process] = []  # as seen once: a process that is just becoming another program is hard to see twice
+
+        def is_there() -> bool:
+            seen = self.processes.get(name)
+            if seen is None or seen == other_than:
+                return False
+            found.append(seen)
+            return True
+
+        await self._unless_ended(eventually(is_there, seconds=None))
+        return found[0]
 
     async def until(self, is_met: Callable[[pb.Experiment], bool]) -> pb.Experiment:
         """The experiment, as soon as `is_met`. Fails when the run ends before."""

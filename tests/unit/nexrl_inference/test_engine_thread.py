@@ -104,7 +104,7 @@ async def test_cancel_returns_what_there_is_to_the_waiter(engine: Engine, model:
         await thread.cancel("endless")
         result = await task
     assert [c.finish_reason for c in result.completions] == ["abort"] * 2
-    assert all(len(c.token_ids) >= 3 for c in result.completions)
+    assert all(c.token_ids for c in result.completions)
 
 
 @pytest.mark.guide("L14", "Q37")
