@@ -74,6 +74,18 @@ test: $(INSTALLED) ## Unit, contract, integration and end-to-end tests that need
 test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
 	$(BIN)/pytest -n 1 -m 'e2e and $(DEFAULT_TESTS)'
 
+.PHONY: redis-servers
+redis-servers: $(INSTALLED) ## Fetch Redis 7 (from Debian) and Valkey into ~/.cache/nexrl, for the tests that run on them
+	$(BIN)/python -m tests.support.redis_servers
+
+.PHONY: mutants
+mutants: $(INSTALLED) ## Take out each guard of the ledger: a test must notice; writes docs/reference/guards.md
+	$(BIN)/python -m tests.mutations
+
+.PHONY: chaos
+chaos: $(INSTALLED) ## Kill processes of a real run at random: KILLS=100 SEED=0, RESULT=FILE for the result as JSON
+	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),0) RESULT=$(RESULT) $(BIN)/pytest -s tests/chaos/test_kills.py
+
 .PHONY: check
 check: lint types proto-check guide-check test ## What a change must pass
 

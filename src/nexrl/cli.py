@@ -1,4 +1,4 @@
-"""The command line: nexrl run | validate | status | trajectories | serve."""
+"""The command line: nexrl run | validate | status | audit | traj | serve."""
 
 import asyncio
 import sys
@@ -64,18 +64,73 @@ def status(
     asyncio.run(print_status(run_folder))
 
 
-@app.command()
-def trajectories(
-    run_folder: Annotated[Path, typer.Argument(help="The folder of a run, as runs/sort-digits.")],
-    batch: Annotated[
-        int | None, typer.Option(help="Number of the batch, from 0; the newest by default.", min=0)
-    ] = None,
-) -> None:
-    """Print the trajectories of one batch, a JSON object a line."""
-    from nexrl.local.trajectories import lines, read_batch
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, on or ended, as runs/sort-digits.")]
 
-    for line in lines(read_batch(run_folder, batch)):
-        typer.echo(line)
+
+@app.command()
+def audit(
+    run_folder: RunFolder,
+    pool: Annotated[str | None, typer.Option(help="Ask this trajectory pool, host:port, instead.")] = None,
+) -> None:
+    """Prove that every sample is accounted for, once, from the records of the ledger; ends with code 11 when not."""
+    from nexrl.local.audit import print_audit
+
+    asyncio.run(print_audit(run_folder, pool))
+
+
+traj = typer.Typer(no_args_is_help=True, help="What was sampled: list it, look at it, draw it again.")
+app.add_typer(traj, name="traj")
+
+SampleId = Annotated[str, typer.Argument(help="A sample, as 17.0; `nexrl traj list` has them.")]
+
+
+@traj.command("list")
+def list_trajectories(
+    run_folder: RunFolder,
+    batch: Annotated[int | None, typer.Option(help="Only those of this batch, from 0.", min=0)] = None,
+    state: Annotated[str | None, typer.Option(help="Only those in this state: durable, trained, dropped, ...")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="At most so many, the newest; 50 unless a batch is named.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line, one for each trajectory.")] = False,
+) -> None:
+    """What became of samples: where they are, how they ended, which step they trained."""
+    from nexrl.local.trajectories import Filter, print_list
+
+    asyncio.run(print_list(run_folder, Filter(batch, state, limit), as_json=as_json))
+
+
+@traj.command("get")
+def get_trajectory(
+    run_folder: RunFolder,
+    sample_id: SampleId,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Everything about one sample: tokens, text, log-probabilities, versions, rewards, and the step that used it."""
+    from nexrl.local.trajectories import print_sample
+
+    asyncio.run(print_sample(run_folder, sample_id, as_json=as_json))
+
+
+@traj.command("replay")
+def replay_trajectory(
+    run_folder: RunFolder,
+    sample_id: SampleId,
+    engine: Annotated[str | None, typer.Option(help="Ask this engine, host:port, whatever it serves.")] = None,
+    policy_version: Annotated[
+        int | None, typer.Option("--version", help="Ask this policy version, not the recorded one.", min=0)
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Difference of a log-probability that is none; bfloat16 needs about 0.1.", min=0)
+    ] = 1e-3,
+) -> None:
+    """Draw a sample again with its recorded seed, and show what differs; ends with code 11 when something does.
+
+    A replica that still serves the policy version is asked, else an engine that is started from its checkpoint.
+    """
+    from nexrl.local.replay import ReplayOptions, replay
+
+    asyncio.run(replay(run_folder, sample_id, ReplayOptions(engine, policy_version, tolerance)))
 
 
 @app.command()

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -19,14 +21,14 @@ from nexrl.policy import Policy
 from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.v1 import data_loader_service_pb2 as data_loader
 from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceStub
+from nexrl.v1.packed_pb2 import PackedPutSamplesRequest
 from nexrl.v1.trajectory_pb2 import PURPOSE_VALIDATION, Purpose, PutOutcome, SampleLease, SampleResult, TaskLease
-from nexrl.v1.trajectory_pool_service_pb2 import PutSamplesRequest
-from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
-from nexrl.v1.validator_service_pb2 import PutValidationSamplesRequest
-from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
+from nexrl.v1.trajectory_pool_service_pb2 import PutSamplesResponse
 
 MAX_PUT_BYTES = 8 * 2**20
 """Results of one call; more are put in several. Far below the largest message, which a single result may need."""
+
+PutCall: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[Any, PutSamplesResponse]"
 
 LEASE_WAIT_SECONDS = 20.0
 CALL_SECONDS = 60.0
@@ -34,7 +36,7 @@ CALL_SECONDS = 60.0
 
 @dataclass
 class _Put:
-    results: Sequence[SampleResult]
+    results: Sequence[bytes]
     outcomes: "asyncio.Future[list[PutOutcome.ValueType]]"
 
     def succeed(self, outcomes: list[PutOutcome.ValueType]) -> None:
@@ -55,8 +57,14 @@ class RolloutClient:
         self.model_tag = model_tag
         self.worker_id = worker_id
         self._data_loader = DataLoaderServiceStub(pool)
-        self._pool = TrajectoryPoolServiceStub(pool)
-        self._validator = ValidatorServiceStub(pool)
+        # Results go out as the bytes that they became when they were put. Both calls answer in the same form.
+        put = partial(
+            pool.unary_unary,
+            request_serializer=PackedPutSamplesRequest.SerializeToString,
+            response_deserializer=PutSamplesResponse.FromString,
+        )
+        self._put_training: PutCall = put("/nexrl.v1.TrajectoryPoolService/PutSamples")
+        self._put_validation: PutCall = put("/nexrl.v1.ValidatorService/PutValidationSamples")
         self._puts: defaultdict[Purpose.ValueType, list[_Put]] = defaultdict(list)
         self._putting: dict[Purpose.ValueType, asyncio.Task[None]] = {}
 
@@ -108,7 +116,7 @@ class RolloutClient:
 
         Puts that come while another is under way go together in the next call: groups tend to end at the same time.
         """
-        put = _Put(results, asyncio.get_running_loop().create_future())
+        put = _Put([r.SerializeToString() for r in results], asyncio.get_running_loop().create_future())
         self._puts[purpose].append(put)
         if purpose not in self._putting:
             self._putting[purpose] = asyncio.create_task(self._put_all(purpose))
@@ -138,24 +146,15 @@ class RolloutClient:
                 put.succeed(outcomes[: len(put.results)])
                 outcomes = outcomes[len(put.results) :]
 
-    async def _put_in_parts(
-        self, purpose: Purpose.ValueType, results: Sequence[SampleResult]
-    ) -> list[PutOutcome.ValueType]:
+    async def _put_in_parts(self, purpose: Purpose.ValueType, results: Sequence[bytes]) -> list[PutOutcome.ValueType]:
+        method = self._put_validation if purpose == PURPOSE_VALIDATION else self._put_training
         outcomes: list[PutOutcome.ValueType] = []
         for part in _parts(results):
-            outcomes += await self._put(purpose, part)
-        return outcomes
-
-    async def _put(self, purpose: Purpose.ValueType, results: Sequence[SampleResult]) -> Sequence[PutOutcome.ValueType]:
-        if purpose == PURPOSE_VALIDATION:
-            validation = PutValidationSamplesRequest(
-                request_id=new_request_id(), model_tag=self.model_tag, worker_id=self.worker_id, results=results
+            request = PackedPutSamplesRequest(
+                request_id=new_request_id(), model_tag=self.model_tag, worker_id=self.worker_id, results=part
             )
-            return (await call(self._validator.PutValidationSamples, validation, timeout_seconds=CALL_SECONDS)).outcomes
-        training = PutSamplesRequest(
-            request_id=new_request_id(), model_tag=self.model_tag, worker_id=self.worker_id, results=results
-        )
-        return (await call(self._pool.PutSamples, training, timeout_seconds=CALL_SECONDS)).outcomes
+            outcomes += (await call(method, request, timeout_seconds=CALL_SECONDS)).outcomes
+        return outcomes
 
 
 @asynccontextmanager
@@ -173,16 +172,15 @@ async def open_rollout_client(
             await policy.close()
 
 
-def _parts(results: Sequence[SampleResult]) -> Iterator[Sequence[SampleResult]]:
+def _parts(results: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     """The results in parts of at most MAX_PUT_BYTES; a result larger than that has a part of its own."""
-    part: list[SampleResult] = []
+    part: list[bytes] = []
     part_bytes = 0
     for result in results:
-        result_bytes = result.ByteSize()
-        if part and part_bytes + result_bytes > MAX_PUT_BYTES:
+        if part and part_bytes + len(result) > MAX_PUT_BYTES:
             yield part
             part, part_bytes = [], 0
         part.append(result)
-        part_bytes += result_bytes
+        part_bytes += len(result)
     if part:
         yield part

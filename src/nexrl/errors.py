@@ -64,9 +64,10 @@ class FailedPreconditionError(NexrlError):
 
 
 class LeaseLostError(FailedPreconditionError):
-    """The lease ran out or was given to someone else: the late write is fenced off."""
+    """The lease ran out, was given to someone else, or is one that the store has lost: the late write is fenced off."""
 
     status = "ABORTED"
+    exit_code = 8
 
 
 class ResourceExhaustedError(NexrlError):
@@ -94,6 +95,12 @@ class TrainingFailedError(NexrlError):
     """The experiment ended in phase Failed; the message is the controller's reason."""
 
     exit_code = 10
+
+
+class CheckFailedError(NexrlError):
+    """What was to be shown does not hold: a replay differs from its record, or a ledger does not balance."""
+
+    exit_code = 11
 
 
 def error_class(status: str) -> type[NexrlError]:

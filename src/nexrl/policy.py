@@ -2,6 +2,7 @@
 versions."""
 
 import asyncio
+import hashlib
 import itertools
 import logging
 import time
@@ -35,7 +36,6 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -68,9 +68,18 @@ class Policy:
             await self._set_replicas(state.replicas)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, *, timeout_seconds: float = MAX_CALL_SECONDS
+        self,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] = (),
+        timeout_seconds: float = MAX_CALL_SECONDS,
     ) -> Sequence[GeneratedCompletion]:
         """Sample `n` completions of one prompt, on the ready replica with the fewest completions in flight.
+
+        `seeds` has one for each completion (`draw_seed`); without them the replica chooses. Either way each completion
+        tells how it was drawn.
 
         Waits while no replica is ready. A request that fails is sent to another replica, with the same request id, at
         most `max_retries` times; a replica that cannot be reached costs time but no retry.
@@ -86,7 +95,7 @@ class Policy:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=sampling.seed,
+            seeds=seeds,
             stop_token_ids=sampling.stop_token_ids,
         )
         deadline = time.monotonic() + min(timeout_seconds, MAX_CALL_SECONDS)
@@ -165,6 +174,12 @@ class Policy:
                 await self._changed.wait()
         except TimeoutError:
             pass
+
+
+def draw_seed(experiment_seed: int, sample_id: str, attempt: int, turn: int = 0) -> int:
+    """The seed of one completion, in [0, 2**63): the same whenever the same attempt at a sample comes to that turn."""
+    name = f"{experiment_seed}/{sample_id}/{attempt}/{turn}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
 class _Route:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nexrl.errors import InvalidArgumentError, Violation
@@ -19,10 +19,17 @@ class Settings(BaseSettings):
     listen: str = Field(default="127.0.0.1:0", description="gRPC address, host:port; port 0 takes a free one.")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port for HTTP /metrics; 0 takes a free one.")
     http_port: int = Field(default=0, ge=0, le=65535, description="Port of an OpenAI-compatible API; 0: a free one.")
-    redis_url: str = Field(default="", description="redis://, rediss:// or unix:// URL.")
+    redis_url: str = Field(default="", description="As redis.url of the experiment; its password is redis_password.")
+    redis_is_private: bool = Field(default=False, description="Whether the run's folder holds the data of Redis.")
     controller: str = Field(default="", description="gRPC address of the controller.")
     trajectory_pool: str = Field(default="", description="gRPC address of the trajectory pool.")
     weight_sync: str = Field(default="", description="gRPC address of weight sync.")
+    weights: str = Field(
+        default="",
+        description="Inference: serve the weights of this checkpoint as they are, without weight sync; a folder, or "
+        "'initial' for those that training began with.",
+    )
+    read_only: bool = Field(default=False, description="Trajectory pool: let no lease run out; for looking only.")
     reflection: bool = Field(default=False, description="Serve gRPC reflection.")
     drain_seconds: float = Field(default=5.0, gt=0, description="Longest time in which calls may end after SIGTERM.")
     stop_seconds: float = Field(default=50.0, gt=0, description="Longest time to finish work in hand after SIGTERM.")
@@ -32,6 +39,19 @@ class Settings(BaseSettings):
     def host(self) -> str:
         """The interface on which everything of this process listens."""
         return self.listen.rpartition(":")[0]
+
+
+class _Secrets(BaseSettings):
+    """What must not be in a file that others read."""
+
+    model_config = SettingsConfigDict(env_prefix="NEXRL_", frozen=True)
+
+    redis_password: SecretStr = Field(default=SecretStr(""), description="Password of the Redis user.")
+
+
+def redis_password() -> str:
+    """The password for Redis, of services and launcher alike; "" for none."""
+    return _Secrets().redis_password.get_secret_value()
 
 
 def load_settings() -> Settings:

@@ -52,6 +52,11 @@ class Transcript:
         record.loss_mask.extend([True] * len(completion.token_ids))
         record.logprobs.MergeFrom(completion.logprobs)
         record.finish_reason = completion.finish_reason
+        record.completions.add(
+            start=start,
+            end=start + len(completion.token_ids),
+            draw=completion.draw if completion.HasField("draw") else None,
+        )
         for policy_version, run in groupby(completion.policy_versions):
             end = start + sum(1 for _ in run)
             record.spans.add(start=start, end=end, policy_version=policy_version)

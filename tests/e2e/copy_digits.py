@@ -25,6 +25,12 @@ def reward(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str
     return {"reward": share if is_finished else share / 2, "exact": float(is_finished and text == answer)}
 
 
+def slow_reward(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str, float]:
+    """The same after 20 ms: environments take their time, whatever the machine."""
+    time.sleep(0.02)
+    return reward(task, text, is_finished)
+
+
 def numbers_to_guess(split: str) -> list[dict[str, str]]:
     """Tasks of nexrl_rollout.environments.number_guess: one digit each."""
     return [{"prompt": "?", "answer": str(number)} for number in range(5)]

@@ -27,6 +27,8 @@ STEPS = 100
 BATCH_SIZE = 128
 RUN_SECONDS = 200.0
 CALL_SECONDS = 30.0
+LOOK_SECONDS = 70.0
+"""Longest time of a command that starts processes of its own."""
 CHILDREN = {"redis", "controller", "trajectory-pool", "weight-sync", "trainer", "inference-0", "rollout-0"}
 
 Seen = Mapping[str, Any]
@@ -73,6 +75,7 @@ async def _look(run: Run) -> dict[str, Any]:
         "metrics": {name: await _metrics(url) for name, (_, url) in modules.items()},
         "pool": await _pool(modules["trajectory-pool"][0]),
         "status": vars(await asyncio.to_thread(nexrl, run.root, "status", NAME)),
+        "samples": vars(await asyncio.to_thread(nexrl, run.root, "traj", "list", NAME, "--json", "--limit", "9999")),
         "second": vars(await asyncio.to_thread(nexrl, run.root, "run", EXPERIMENT, "--root", ".")),
     }
 
@@ -196,10 +199,38 @@ def test_the_run_leaves_every_trajectory_that_it_trained_on(folder: Path) -> Non
         assert all(span.policy_version == batch.batch_id for s in samples for t in s.trajectories for span in t.spans)
 
 
+def test_the_samples_of_a_live_run_are_listed_with_where_they_are(seen: Seen) -> None:
+    assert seen["samples"]["returncode"] == 0, seen["samples"]["stderr"]
+    samples = [json.loads(line) for line in seen["samples"]["stdout"].splitlines()]
+    trained = [sample for sample in samples if sample["state"] == "trained"]
+    assert {sample["batch"] for sample in trained} >= {0}
+    assert {(sample["step"], sample["policy_versions"][0][2]) for sample in trained if sample["batch"] == 0} == {(1, 0)}
+    assert {sample["state"] for sample in samples if sample["batch"] is None} >= {"leased"}
+
+
+def test_a_trained_sample_is_found_in_its_batch_and_drawn_again_alike(folder: Path) -> None:
+    number = 80  # whose policy version a checkpoint holds
+    listed = nexrl(folder.parent, "traj", "list", NAME, "--batch", str(number), "--json", seconds=LOOK_SECONDS)
+    assert listed.returncode == 0, listed.stderr
+    lines = {line["sample"]: line for line in map(json.loads, listed.stdout.splitlines())}
+    samples = {sample.sample_id: sample for group in batches_of(folder)[number].groups for sample in group.samples}
+    assert {(line["state"], line["step"]) for line in lines.values()} == {("durable", number + 1)}
+    assert {name: line["token_ids"] for name, line in lines.items()} == {
+        name: list(sample.trajectories[0].token_ids) for name, sample in samples.items()
+    }
+    longest = max(lines.values(), key=lambda line: len(line["token_ids"]))["sample"]
+    shown = nexrl(folder.parent, "traj", "get", NAME, longest, "--json", seconds=LOOK_SECONDS)
+    assert json.loads(shown.stdout)["trajectories"][0]["token_ids"] == lines[longest]["token_ids"]
+    replayed = nexrl(folder.parent, "traj", "replay", NAME, longest, seconds=LOOK_SECONDS)
+    assert replayed.returncode == 0, replayed.stderr
+    assert f"policy version {number}" in replayed.stdout
+    assert "equal" in replayed.stdout
+
+
 @pytest.mark.guide("L16", "S11", "Q23")
 def test_checkpoints_are_kept_as_the_experiment_says(folder: Path) -> None:
-    checkpoints = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert checkpoints == {"global_step_80", f"global_step_{STEPS}"}
+    checkpoints = {path.name for path in (folder / "checkpoints").iterdir()}  # and those of the last ten seconds
+    assert checkpoints - {"global_step_40"} == {"global_step_80", f"global_step_{STEPS}"}
 
 
 @pytest.mark.guide("S11")

@@ -1,6 +1,7 @@
 """A replica as a service: over gRPC, and over HTTP with OpenAI's own client."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 from aiohttp import web
 from torch import Tensor
 
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from nexrl.models import build_empty_model, build_model, iter_weights
 from nexrl.rpc.client import call, connect
 from nexrl.rpc.server import ServiceProcess
@@ -23,10 +24,13 @@ from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
 from nexrl.weights.packing import tensor_specs
 from nexrl.weights.receiver import StagedWeights, WeightReceiver
+from nexrl_inference import server
 from nexrl_inference.engine import Engine
 from nexrl_inference.engine_thread import EngineThread
+from nexrl_inference.fixed_weights import build_with_weights
 from nexrl_inference.openai_api import OpenAIApi
 from nexrl_inference.replica import Replica
+from nexrl_inference.requests import GenerationRequest
 from nexrl_inference.scheduler import Limits
 from nexrl_inference.service import InferenceServicer
 from tests.support.services import running_service, small_experiment
@@ -105,9 +109,9 @@ async def test_nothing_is_generated_before_weights_are_committed(replica: Deploy
 @pytest.mark.guide("F2", "G9", "L9", "L10")
 async def test_completions_are_repeatable_by_seed_and_name_the_version_of_each_token(replica: Deployed) -> None:
     await replica.commit(3)
-    first = await replica.generate(seed=7)
-    assert await replica.generate(seed=7) == first
-    assert await replica.generate(seed=8) != first
+    first = await replica.generate(seeds=[7, 8])
+    assert await replica.generate(seeds=[7, 8]) == first
+    assert await replica.generate(seeds=[9, 10]) != first
     assert len(first.completions) == 2
     for completion in first.completions:
         assert len(completion.token_ids) == len(completion.logprobs) == len(completion.policy_versions) <= 8
@@ -115,12 +119,52 @@ async def test_completions_are_repeatable_by_seed_and_name_the_version_of_each_t
         assert all(logprob <= 0 for logprob in completion.logprobs)
         assert completion.finish_reason in ("stop", "length")
     await replica.commit(4, seed=1)
-    changed = await replica.generate(seed=7)
+    changed = await replica.generate(seeds=[7, 8])
     assert set(changed.completions[0].policy_versions) == {4}
     assert changed.completions[0].logprobs != first.completions[0].logprobs
     await call(replica.stub.CommitWeights, pb.CommitWeightsRequest(sync_id="sync-4"), timeout_seconds=CALL_SECONDS)
     state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
     assert (state.replica.policy_version, state.replica.ready, state.digest) == (4, True, "digest-4")
+
+
+async def test_what_is_told_of_a_draw_draws_it_again_alone(replica: Deployed) -> None:
+    await replica.commit(3)
+    crowd = [replica.generate(request_id=str(i), n=8, max_new_tokens=20, temperature=1.5) for i in range(6)]
+    for recorded in [completion for answer in await asyncio.gather(*crowd) for completion in answer.completions]:
+        draw = recorded.draw
+        (again,) = (
+            await replica.generate(
+                n=1, seeds=[draw.seed], temperature=draw.temperature, top_p=draw.top_p, max_new_tokens=20
+            )
+        ).completions
+        assert (again.token_ids, again.draw) == (recorded.token_ids, draw)
+        assert again.logprobs == pytest.approx(recorded.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("version", [0, 7])
+async def test_a_replica_of_fixed_weights_serves_them_without_weight_sync(tmp_path: Path, version: int) -> None:
+    model = build_model(SPEC.model, SPEC.model.seed if version == 0 else 5)
+    model.save_pretrained(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "checkpoint.json").write_text(json.dumps({"metadata": {"step": version}}))
+    weights = "initial" if version == 0 else str(tmp_path / "checkpoint")
+    reference = Engine(model, eos_token_ids=[2], limits=Limits(max_tokens_per_row=32))
+    reference.load_weights(dict(iter_weights(model)), version)
+    reference.submit(GenerationRequest("r", (1, 5, 6), max_new_tokens=8, n=2, seeds=(3, 4)))
+    results = []
+    while not reference.is_idle:
+        results += reference.step()
+    async with running_service(tmp_path, server.start, weights=weights) as process, connect(process.address) as channel:
+        replica = Deployed(PreparedReceiver([]), InferenceServiceStub(channel), "")
+        answer = await replica.generate(seeds=[3, 4])
+        state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+    assert (state.replica.policy_version, state.replica.ready) == (version, True)
+    assert [tuple(c.token_ids) for c in answer.completions] == [c.token_ids for c in results[0].completions]
+    assert set(answer.completions[0].policy_versions) == {version}
+
+
+def test_weights_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"no checkpoint\.json"):
+        build_with_weights(SPEC.model, str(tmp_path))
 
 
 @pytest.mark.parametrize(

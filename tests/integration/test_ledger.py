@@ -1,8 +1,11 @@
 """The ledger's guarantees, each on a real Redis with a clock that the test moves."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from nexrl.errors import FailedPreconditionError, LeaseLostError
+from nexrl.errors import FailedPreconditionError, LeaseLostError, ResourceExhaustedError
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import Ledger, LedgerRules, ProducedSample
 from tests.support.ledger import fill_batch, produced, rules
@@ -100,6 +103,7 @@ async def test_a_renewed_lease_is_kept(make: Make, clock: Clock) -> None:
     clock.now += 9
     assert await ledger.renew(grant.tasks[0].samples, 10) == ()
     clock.now += 9
+    await ledger.expire()
     assert await ledger.put_samples("", produced(grant)) == ("ACCEPTED",) * 2
 
 
@@ -157,7 +161,7 @@ async def test_a_stale_group_is_dropped_and_refilled_before_a_batch_is_formed(ma
     for step in range(2):
         batch, _ = await ledger.lease_batch("", 60)
         assert batch is not None
-        await ledger.put_train_batch("", batch.batch, batch.attempt, b"train")
+        await ledger.put_train_batch("", batch.batch, batch.attempt, batch.sample_ids, b"train")
         assert step == batch.batch
     await ledger.set_version(1)
     await fill_batch(ledger, version=0)  # a worker that still samples with version 0: too old for batch 2
@@ -177,22 +181,25 @@ async def test_a_lost_batch_is_leased_again_and_its_late_train_batch_refused(mak
     assert again is not None
     assert (again.batch, again.attempt, again.groups) == (late.batch, 2, late.groups)
     with pytest.raises(LeaseLostError):
-        await ledger.put_train_batch("", late.batch, late.attempt, b"late")
-    await ledger.put_train_batch("", again.batch, again.attempt, b"good")
-    await ledger.put_train_batch("", again.batch, again.attempt, b"good")
+        await ledger.put_train_batch("", late.batch, late.attempt, late.sample_ids, b"late")
+    await ledger.put_train_batch("", again.batch, again.attempt, again.sample_ids, b"good")
+    await ledger.put_train_batch("", again.batch, again.attempt, again.sample_ids, b"good")
 
 
-async def _train(ledger: Ledger, incarnation: int, steps: range) -> list[bytes | None]:
+async def _train(ledger: Ledger, incarnation: int, steps: range) -> list[str]:
     seen = []
     for step in steps:
         await ledger.set_version(step)
         await fill_batch(ledger, version=step)
         batch, _ = await ledger.lease_batch("", 60)
         if batch is not None:
-            await ledger.put_train_batch("", batch.batch, batch.attempt, f"train-{batch.batch}".encode())
-        payload, _ = await ledger.lease_train_batch(step, incarnation)
-        await ledger.ack_train_batch(step, incarnation)
-        await ledger.ack_train_batch(step, incarnation)
+            content = " ".join([f"train-{batch.batch}", *batch.sample_ids]).encode()
+            await ledger.put_train_batch("", batch.batch, batch.attempt, batch.sample_ids, content)
+        found, _ = await ledger.lease_train_batch(step, incarnation)
+        assert found is not None
+        payload, *sample_ids = found.decode().split()
+        await ledger.ack_train_batch(step, incarnation, sample_ids)
+        await ledger.ack_train_batch(step, incarnation, sample_ids)
         seen.append(payload)
     return seen
 
@@ -205,7 +212,7 @@ async def test_the_model_tag_decides_whose_samples_and_train_batches_these_are(
     await fill_batch(default)
     batch, _ = await default.lease_batch("", 60)
     assert batch is not None
-    await default.put_train_batch("", batch.batch, batch.attempt, b"train")
+    await default.put_train_batch("", batch.batch, batch.attempt, batch.sample_ids, b"train")
     assert (await other.lease_batch("", 60))[0] is None
     assert (await other.lease_train_batch(0, 0))[0] is None
     assert len((await other.lease_tasks("", 64, 60)).tasks) == 2  # its credit is its own
@@ -221,9 +228,9 @@ async def test_a_killed_trainer_replays_the_steps_that_no_checkpoint_contains(ma
     second, replayed = await ledger.resume("", 2, 0)
     assert replayed == 2
     with pytest.raises(LeaseLostError):
-        await ledger.ack_train_batch(3, first)
-    assert [(await ledger.lease_train_batch(step, second))[0] for step in (2, 3)] == lived[2:]
-    assert await _train(ledger, second, range(2, 6)) == [f"train-{step}".encode() for step in range(2, 6)]
+        await ledger.ack_train_batch(2, first, ("4.0", "4.1", "5.0", "5.1"))
+    assert (await ledger.state())["trained"] == 8
+    assert await _train(ledger, second, range(2, 6)) == [*lived[2:], "train-4", "train-5"]
     state = await ledger.state()
     assert (state["trained"], state["durable"], state.imbalance) == (24, 8, 0)
 
@@ -260,8 +267,8 @@ async def test_the_last_batch_of_finite_data_may_be_smaller_and_then_the_data_is
         if batch is None:
             break
         sizes.append(sum(len(payloads) for _, payloads in batch.groups))
-        await ledger.put_train_batch("", batch.batch, batch.attempt, b"train")
-        await ledger.ack_train_batch(batch.batch, 0)
+        await ledger.put_train_batch("", batch.batch, batch.attempt, batch.sample_ids, b"train")
+        await ledger.ack_train_batch(batch.batch, 0, batch.sample_ids)
     assert (sizes, exhausted) == ([4, 2], True)
     assert (await ledger.lease_train_batch(2, 0)) == (None, True)
 
@@ -329,4 +336,153 @@ async def test_rows_are_deleted_once_their_samples_are_in_a_train_batch(
     prefix = key_prefix(experiment_name, "default")
     keys = [bytes(key).decode() async for key in redis.scan_iter(match=f"*{experiment_name}*")]
     left = {key.removeprefix(prefix).split(":")[0] for key in keys}
-    assert left <= {"meta", "req"}
+    assert left <= {"meta", "req", "done", "sizes", "lives"}
+
+
+async def test_steps_are_acknowledged_one_by_one(make: Make) -> None:
+    ledger = make(staleness=1)
+    incarnation, _ = await ledger.resume("", 0, 0)
+    await fill_batch(ledger)
+    batches = []
+    for _ in range(2):
+        batch, _ = await ledger.lease_batch("", 60)
+        assert batch is not None
+        await ledger.put_train_batch("", batch.batch, batch.attempt, batch.sample_ids, b"train")
+        batches.append(batch)
+    with pytest.raises(LeaseLostError, match="step 0 comes next"):
+        await ledger.ack_train_batch(1, incarnation, batches[1].sample_ids)
+    for batch in batches:
+        await ledger.ack_train_batch(batch.batch, incarnation, batch.sample_ids)
+    assert (await ledger.state())["trained"] == 8
+
+
+# what a Redis that lost its last writes must not make anyone do
+
+
+async def _become_another_server(redis: Redis, prefix: str) -> None:
+    """As a Redis that was started again finds its ledger: last written by another process."""
+    await redis.hset(prefix + "lives", "life", "another")
+
+
+async def test_no_group_id_is_used_twice_however_far_back_redis_was_set(
+    make: Make, redis: Redis, experiment_name: str
+) -> None:
+    ledger, prefix = make(staleness=9), key_prefix(experiment_name, "default")
+    seen = set()
+    for _ in range(2):
+        (task,) = (await ledger.lease_tasks("", 2, 60)).tasks
+        await redis.hset(prefix + "meta", "next_group", 0)  # it forgets that it granted anything
+        await _become_another_server(redis, prefix)
+        seen.add(task.group)
+    assert len(seen) == 2
+    first, second = sorted(seen)
+    assert first == "0"
+    assert re.fullmatch(r"0-[0-9a-f]{6}", second)
+
+
+async def test_a_late_write_of_a_ledger_that_is_gone_is_fenced_off(
+    make: Make, redis: Redis, experiment_name: str
+) -> None:
+    ledger = make()
+    late = produced(await ledger.lease_tasks("", 2, 60))
+    await redis.delete(*[key async for key in redis.scan_iter(match=f"*{experiment_name}*")])
+    await ledger.resume("", 3, 0)  # from a checkpoint that outlived it
+    (task,) = (await ledger.lease_tasks("", 2, 60)).tasks
+    assert task.group.startswith("0-")
+    assert await ledger.put_samples("", late) == ("FENCED", "FENCED")
+
+
+async def test_a_train_batch_of_other_samples_than_the_ledgers_is_refused(make: Make) -> None:
+    ledger = make()
+    await fill_batch(ledger)
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    for others in (batch.sample_ids[:-1], (*batch.sample_ids, "9.0"), ("9.0", *batch.sample_ids[1:]), ()):
+        with pytest.raises(LeaseLostError, match="sample_ids"):
+            await ledger.put_train_batch("", batch.batch, batch.attempt, others, b"train")
+    assert (await ledger.lease_train_batch(0, 0))[0] is None
+    await ledger.put_train_batch("", batch.batch, batch.attempt, batch.sample_ids, b"train")
+
+
+async def test_a_step_made_of_other_samples_than_the_ledgers_is_not_acknowledged(make: Make) -> None:
+    ledger = make()
+    await fill_batch(ledger)
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    await ledger.put_train_batch("", batch.batch, batch.attempt, batch.sample_ids, b"train")
+    with pytest.raises(LeaseLostError, match="sample_ids"):
+        await ledger.ack_train_batch(0, 0, ["7.0", "7.1", "8.0", "8.1"])
+    assert (await ledger.state())["trained"] == 0
+
+
+async def test_a_trainer_ahead_of_the_ledger_is_told_so(make: Make) -> None:
+    ledger = make()
+    with pytest.raises(LeaseLostError, match="only 0 steps are acknowledged"):
+        await ledger.lease_train_batch(1, 0)
+    with pytest.raises(LeaseLostError):
+        await ledger.ack_train_batch(1, 0, ())
+    with pytest.raises(FailedPreconditionError, match="from 0 to 0"):
+        await ledger.resume("", 1, 0) if (await ledger.resume("", 0, 0)) else None
+
+
+async def test_a_batch_is_leased_again_to_the_worker_that_is_known_to_have_it(make: Make) -> None:
+    ledger = make(staleness=1)
+    await fill_batch(ledger)
+    first, _ = await ledger.lease_batch("", 60, worker="trainer-0")
+    assert first is not None
+    other, _ = await ledger.lease_batch("", 60, worker="trainer-1")
+    again, _ = await ledger.lease_batch("", 60, worker="trainer-0")
+    assert again is not None
+    assert other is not None
+    assert (again.batch, again.attempt, again.sample_ids) == (first.batch, 2, first.sample_ids)
+    assert other.batch != first.batch
+    with pytest.raises(LeaseLostError):
+        await ledger.put_train_batch("", first.batch, first.attempt, first.sample_ids, b"late")
+
+
+async def test_a_batch_is_in_the_order_of_its_grants_whoever_was_first(make: Make) -> None:
+    ledger = make(batch_size=6, leaf_size=3, samples_per_task=3)
+    grants = [await ledger.lease_tasks("", 3, 60) for _ in range(2)]
+    for result in reversed([result for grant in grants for result in produced(grant)]):
+        await ledger.put_samples("", [result])
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    assert batch.sample_ids == ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2")
+
+
+# memory
+
+
+async def test_payloads_beyond_the_limit_are_refused_whole_until_some_are_used_up(make: Make) -> None:
+    ledger = make(staleness=9, max_payload_bytes=100)
+    incarnation, _ = await ledger.resume("", 0, 0)
+    grant = await ledger.lease_tasks("", 6, 60)
+    results = [replace(result, payload=b"x" * 20) for result in produced(grant)]
+    await ledger.put_samples("", results[:4])
+    for _ in range(2):  # a refusal is not remembered as the answer
+        with pytest.raises(ResourceExhaustedError, match="maxPayloadBytes is 100") as refused:
+            await ledger.put_samples("late", results[4:])
+    assert refused.value.retry_after_seconds == 1
+    state = await ledger.state()
+    assert (state["payload_bytes"], state["leased"], state.imbalance) == (80, 2, 0)
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    await ledger.put_train_batch("", 0, 1, batch.sample_ids, b"y" * 90)  # the way out is never closed
+    assert (await ledger.state())["payload_bytes"] == 90
+    await ledger.ack_train_batch(0, incarnation, batch.sample_ids)
+    await ledger.commit_checkpoint(1, incarnation)
+    assert (await ledger.state())["payload_bytes"] == 0
+    assert await ledger.put_samples("late", results[4:]) == ("ACCEPTED", "ACCEPTED")
+
+
+async def test_what_is_dropped_or_granted_is_not_held_any_more(make: Make) -> None:
+    ledger = make(staleness=9, max_attempts=1, release_incomplete=False, max_payload_bytes=100)
+    await ledger.add_task("", b'{"id": "a"}', front=False)
+    with pytest.raises(ResourceExhaustedError, match="task: 200 bytes"):
+        await ledger.add_task("", b"z" * 200, front=False)
+    good, bad = produced(await ledger.lease_tasks("", 2, 60))
+    assert (await ledger.state())["payload_bytes"] == 0
+    await ledger.put_samples("", [good])
+    assert (await ledger.state())["payload_bytes"] == len(good.payload)
+    await ledger.put_samples("", [replace(bad, failure="env_error", payload=b"")])
+    assert (await ledger.state())["payload_bytes"] == 0

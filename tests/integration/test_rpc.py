@@ -27,6 +27,7 @@ from nexrl.errors import (
     UnavailableError,
     Violation,
 )
+from nexrl.rpc import server
 from nexrl.rpc.client import MAX_MESSAGE_BYTES, call, connect, watch
 from nexrl.rpc.interceptor import HANDLED
 from nexrl.rpc.server import ServiceProcess
@@ -93,6 +94,20 @@ def raising(error: BaseException) -> Behaviour:
     return behaviour
 
 
+async def test_a_call_that_finds_the_server_full_is_repeated_when_it_says(tmp_path: Path) -> None:
+    attempts = 0
+
+    async def full_at_first(request: pb.StartValidationRequest) -> pb.StartValidationResponse:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise ResourceExhaustedError("full", retry_after_seconds=0.01)
+        return pb.StartValidationResponse(samples=attempts)
+
+    async with running_service(tmp_path, serving(Servicer(full_at_first))) as process:
+        assert (await start_validation(process.address)).samples == 2
+
+
 async def test_a_call_without_a_deadline_is_refused(tmp_path: Path) -> None:
     async with (
         running_service(tmp_path, serving(servicer := Servicer())) as process,
@@ -104,12 +119,22 @@ async def test_a_call_without_a_deadline_is_refused(tmp_path: Path) -> None:
     assert servicer.request_ids == []
 
 
+async def test_a_call_that_could_not_be_repeated_safely_is_refused(tmp_path: Path) -> None:
+    async with (
+        running_service(tmp_path, serving(servicer := Servicer())) as process,
+        connect(process.address) as channel,
+    ):
+        with pytest.raises(InvalidArgumentError, match="request_id: empty"):
+            await call(ValidatorServiceStub(channel).StartValidation, pb.StartValidationRequest(), timeout_seconds=5)
+    assert servicer.request_ids == []
+
+
 @pytest.mark.parametrize(
     "error",
     [
         InvalidArgumentError("wrong", violations=[Violation("a.b", "at least 1"), Violation("c", "text")]),
         LeaseLostError("late"),
-        ResourceExhaustedError("full", retry_after_seconds=1.5),
+        ResourceExhaustedError("full", retry_after_seconds=30),
         NexrlError("plain"),
     ],
     ids=lambda error: type(error).__name__,
@@ -192,10 +217,14 @@ async def test_a_peer_that_stays_away_is_waited_for_until_the_deadline_only() ->
     assert asyncio.get_running_loop().time() - began < 5
 
 
-async def test_a_message_over_the_limit_is_a_typed_error_that_names_both_sizes(tmp_path: Path) -> None:
+async def test_a_message_over_the_limit_is_a_typed_error_that_names_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smaller = [(name, 1000 if value == MAX_MESSAGE_BYTES else value) for name, value in server.SERVER_OPTIONS]
+    monkeypatch.setattr(server, "SERVER_OPTIONS", smaller)
     async with running_service(tmp_path, serving(Servicer())) as process, connect(process.address) as channel:
-        request = pb.StartValidationRequest(request_id="x" * (MAX_MESSAGE_BYTES + 1))
-        with pytest.raises(ResourceExhaustedError, match=rf"larger than max \(\d+ vs\. {MAX_MESSAGE_BYTES}\)"):
+        request = pb.StartValidationRequest(request_id="x" * 1001)
+        with pytest.raises(ResourceExhaustedError, match=r"larger than max \(\d+ vs\. 1000\)"):
             await call(ValidatorServiceStub(channel).StartValidation, request, timeout_seconds=10)
 
 
@@ -329,6 +358,24 @@ def service_command(tmp_path: Path, **environment: str) -> dict[str, Any]:
     (tmp_path / "experiment.yaml").write_text(dump_resolved(small_experiment()))
     known = {"NEXRL_EXPERIMENT_FILE": str(tmp_path / "experiment.yaml"), "NEXRL_RUN_DIR": str(tmp_path)}
     return {"args": [sys.executable, "-c", MAIN], "env": {**os.environ, **known, "NEXRL_INSTANCE": "t", **environment}}
+
+
+async def test_a_call_may_wait_long_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings keep its connection; here of 1 s, the shortest that gRPC allows, with the server's limit below, as ours."""
+    faster = [(name, 500 if "ping_interval" in name else value) for name, value in server.SERVER_OPTIONS]
+    monkeypatch.setattr(server, "SERVER_OPTIONS", faster)
+
+    async def take_six_seconds(request: pb.StartValidationRequest) -> pb.StartValidationResponse:
+        await asyncio.sleep(6)  # five pings: with three too many the connection is closed
+        return pb.StartValidationResponse(samples=7)
+
+    options = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
+    async with (
+        running_service(tmp_path, serving(Servicer(take_six_seconds))) as process,
+        grpc.aio.insecure_channel(process.address, options=options) as channel,
+    ):
+        request = pb.StartValidationRequest(request_id="1")
+        assert (await ValidatorServiceStub(channel).StartValidation(request, timeout=30)).samples == 7
 
 
 def test_a_service_process_ends_well_on_sigterm(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from nexrl.activity import ActivityTracker
 from nexrl.codec import decode_tensor
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, NotFoundError
 from nexrl.models import build_model, iter_weights
 from nexrl.rpc.client import call, connect
 from nexrl.rpc.server import ServiceProcess
@@ -240,6 +240,40 @@ async def test_a_stop_waits_for_the_step_in_hand_and_saves_it(build: Callable[[s
     path = find_latest_checkpoint(world.folder / "checkpoints")
     assert path is not None
     assert path.name == "global_step_1"
+
+
+async def test_a_trainer_that_was_replaced_ends_and_saves_nothing(build: Callable[[str], Awaitable[World]]) -> None:
+    world = await build("replaced")
+    async with connect(world.pool.address) as channel:
+        worker = world.worker(channel)
+        assert isinstance(worker.learner, RecordingLearner)
+        worker.learner.gate.clear()
+        processor = AlgorithmProcessor(world.spec.algorithm, channel, "default", world.activity, world.folder)
+        tasks = [asyncio.create_task(worker.run()), asyncio.create_task(processor.run())]
+        await asyncio.to_thread(worker.learner.is_training.wait, CALL_SECONDS)
+        await world.pool.resume()
+        worker.learner.gate.set()
+        with pytest.raises(LeaseLostError, match="contradicts this trainer, which has made 1 steps"):
+            await tasks[0]
+        await worker.stop()
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+    assert find_latest_checkpoint(world.folder / "checkpoints") is None
+
+
+async def test_a_trainer_that_was_replaced_between_two_steps_saves_nothing_either(
+    build: Callable[[str], Awaitable[World]],
+) -> None:
+    world = await build("waiting")
+    async with connect(world.pool.address) as channel:
+        worker = world.worker(channel)
+        training = asyncio.create_task(worker.run())
+        await worker.has_begun.wait()
+        await world.pool.resume()
+        with pytest.raises(LeaseLostError):
+            await training
+        await worker.stop()
+    assert find_latest_checkpoint(world.folder / "checkpoints") is None
 
 
 def batch() -> TrainBatch:

@@ -14,9 +14,10 @@ from nexrl.errors import (
     InvalidArgumentError,
     LeaseLostError,
     NotFoundError,
+    ResourceExhaustedError,
 )
 from nexrl.rpc.client import call, new_request_id
-from nexrl.store import Redis
+from nexrl.store import Redis, key_prefix
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
@@ -449,18 +450,19 @@ async def test_a_train_batch_is_kept_until_a_checkpoint_contains_it(deploy: Depl
 @pytest.mark.guide("J4", "D4")
 async def test_the_end_of_the_data_reaches_those_who_wait_for_batches(deploy: Deploy) -> None:
     pool = await deploy(data=ONE_EPOCH)
-    waiting = asyncio.create_task(pool.lease_train_batch(2, wait_seconds=30))
     sizes = []
     for step in range(2):
         await pool.set_version(step)
         await pool.fill(step)
         batch = (await pool.lease_batch()).lease
         sizes.append(sum(len(group.samples) for group in batch.groups))
+        waiting = asyncio.create_task(pool.lease_batch(wait_seconds=30)) if step else None
         await pool.put_train_batch(batch)
         await pool.ack(step)
+    assert waiting is not None
     assert sizes == [4, 2]
-    assert (await pool.lease_batch(wait_seconds=30)).exhausted
     assert (await asyncio.wait_for(waiting, 5)).exhausted
+    assert (await pool.lease_train_batch(2, wait_seconds=30)).exhausted
 
 
 async def test_a_trainer_that_comes_after_the_workers_still_says_where_to_begin(deploy: Deploy) -> None:
@@ -562,3 +564,58 @@ async def test_a_late_result_of_one_round_is_none_of_the_next(deploy: Deploy) ->
     assert fresh.task == late.task, "the data starts again"
     assert await pool.put([scored(s) for s in late.samples], purpose=pb.PURPOSE_VALIDATION) == ["FENCED"] * 2
     assert await pool.put([scored(s) for s in fresh.samples], purpose=pb.PURPOSE_VALIDATION) == ["ACCEPTED"] * 2
+
+
+@pytest.mark.guide("H2")
+async def test_the_ledger_is_audited_over_the_wire(deploy: Deploy, redis: Redis, experiment_name: str) -> None:
+    pool = await deploy()
+    await pool.fill()
+    balanced = await pool.audit()
+    assert (balanced.samples["granted"], balanced.samples["ready"], balanced.findings_total) == (4, 4, 0)
+    await redis.hincrby(key_prefix(experiment_name, TAG) + "meta", "ready", 1)
+    wrong = await pool.audit()
+    assert [finding.subject for finding in wrong.findings] == ["ready"]
+    assert (await pool.state()).imbalance == -1
+
+
+async def test_one_sample_is_found_and_all_are_listed_page_by_page(deploy: Deploy) -> None:
+    pool = await deploy()
+    (sample, *_) = await pool.fill()
+    request = pool_pb.GetSampleRequest(model_tag=TAG, sample_id=sample)
+    found = await call(pool.pool.GetSample, request, timeout_seconds=CALL_SECONDS)
+    assert found.record.state == pool_pb.SAMPLE_STATE_PRODUCED
+    assert not found.record.HasField("batch_id")
+    assert found.result.sample_id == sample
+    await pool.put_train_batch((await pool.lease_batch()).lease)
+    found = await call(pool.pool.GetSample, request, timeout_seconds=CALL_SECONDS)
+    assert (found.record.state, found.record.batch_id) == (pool_pb.SAMPLE_STATE_BATCHED, 0)
+    assert not found.HasField("result")
+
+    listed, token = [], ""
+    while True:
+        page = pool_pb.ListSamplesRequest(model_tag=TAG, page_size=2, page_token=token)
+        answer = await call(pool.pool.ListSamples, page, timeout_seconds=CALL_SECONDS)
+        listed += [record.sample_id for record in answer.records]
+        if not (token := answer.next_page_token):
+            break
+    assert listed == ["0.0", "0.1", "1.0", "1.1"]
+    for wrong, field in [
+        (pool_pb.ListSamplesRequest(model_tag=TAG, page_token="x"), "page_token"),
+        (pool_pb.ListSamplesRequest(model_tag=TAG, page_size=-1), "page_size"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=field):
+            await call(pool.pool.ListSamples, wrong, timeout_seconds=CALL_SECONDS)
+
+
+async def test_a_put_that_finds_the_pool_full_is_repeated_until_there_is_room(deploy: Deploy) -> None:
+    pool = await deploy(trajectoryPool={"batchSize": 4, "groupSize": 2, "maxPayloadBytes": 2**20})
+    leases = (await pool.lease()).leases
+    first, second = ([scored(sample, trajectory(text="x" * 500_000)) for sample in lease.samples] for lease in leases)
+    assert await pool.put(first) == ["ACCEPTED"] * 2
+    request = pool_pb.PutSamplesRequest(request_id="full", model_tag=TAG, results=second)
+    with pytest.raises(ResourceExhaustedError, match=r"results: .* trajectoryPool.maxPayloadBytes is 1048576"):
+        await call(pool.pool.PutSamples, request, timeout_seconds=0.5)
+    assert (await pool.state()).leased == 2
+    waiting = asyncio.create_task(pool.put(second))
+    await pool.put_train_batch((await pool.lease_batch(batch_size=2)).lease)
+    assert await waiting == ["ACCEPTED"] * 2

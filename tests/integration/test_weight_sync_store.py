@@ -23,3 +23,14 @@ async def test_an_older_state_cannot_be_saved(redis: Redis, experiment_name: str
     with pytest.raises(FailedPreconditionError, match="another weight-sync process"):
         await store.save(older)
     assert (await store.load()).committed == Weights(7, "d")
+
+
+async def test_a_version_can_be_forgotten_but_not_by_a_process_that_was_replaced(
+    redis: Redis, experiment_name: str
+) -> None:
+    store = WeightSyncStore(redis, key_prefix(experiment_name, "default"))
+    await store.save(State(Weights(7, "d"), 3))
+    with pytest.raises(FailedPreconditionError, match="another weight-sync process"):
+        await store.save(State(Weights(), 2), forgets=True)
+    await store.save(State(Weights(), 3), forgets=True)
+    assert (await store.load()).committed == Weights()

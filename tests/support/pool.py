@@ -141,9 +141,14 @@ class PoolClient:
         return await call(self.train.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
 
     async def ack(self, step: int, incarnation: int = 0) -> None:
-        """AckTrainBatch."""
+        """AckTrainBatch of the train batch that the pool has for the step."""
+        batch = (await self.lease_train_batch(step, incarnation)).train_batch
         request = train_pb.AckTrainBatchRequest(
-            request_id=new_request_id(), model_tag=TAG, step=step, incarnation=incarnation
+            request_id=new_request_id(),
+            model_tag=TAG,
+            step=step,
+            incarnation=incarnation,
+            sample_ids=batch.sample_ids,
         )
         await call(self.train.AckTrainBatch, request, timeout_seconds=CALL_SECONDS)
 
@@ -151,6 +156,11 @@ class PoolClient:
         """SetPolicyVersion."""
         request = pool_pb.SetPolicyVersionRequest(request_id=new_request_id(), model_tag=TAG, policy_version=version)
         return (await call(self.pool.SetPolicyVersion, request, timeout_seconds=CALL_SECONDS)).policy_version
+
+    async def audit(self) -> pool_pb.LedgerAudit:
+        """AuditLedger."""
+        request = pool_pb.AuditLedgerRequest(model_tag=TAG)
+        return (await call(self.pool.AuditLedger, request, timeout_seconds=CALL_SECONDS)).audits[0]
 
     async def state(self) -> pool_pb.PoolState:
         """GetTrajectoryPoolState."""

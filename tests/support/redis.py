@@ -1,5 +1,6 @@
 """A real redis-server for a test session."""
 
+import shutil
 import subprocess
 import tempfile
 import time
@@ -15,9 +16,11 @@ START_SECONDS = 20.0
 
 
 @contextmanager
-def running_redis() -> Iterator[str]:
-    """The URL of a fresh server that ends with the block."""
+def running_redis(files: Path | None = None) -> Iterator[str]:
+    """The URL of a server that ends with the block: a fresh one, or one with a copy of what another left in `files`."""
     with tempfile.TemporaryDirectory(prefix="nexrl-redis-") as folder:
+        if files is not None:
+            shutil.copytree(files, folder, dirs_exist_ok=True)
         socket = Path(folder) / "redis.sock"
         command = redis_command(Path(folder), socket)
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as server:

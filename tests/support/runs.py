@@ -123,22 +123,22 @@ class Run:
 
 
 @asynccontextmanager
-async def running(root: Path, *overrides: str, seconds: float) -> AsyncIterator[Run]:
-    """`nexrl run` in `root`, for a block of at most `seconds`; killed at its end if it has not ended.
+async def running(root: Path, *overrides: str, seconds: float, file: Path = FILES / EXPERIMENT) -> AsyncIterator[Run]:
+    """`nexrl run` of `file` in `root`, for a block of at most `seconds`; killed at its end if it has not ended.
 
     Fails when a process is left behind. Prints the logs when the block fails.
     """
-    experiment = copy_experiment(root)
+    experiment = copy_experiment(root, file)
     (root / NAME / "endpoints.json").unlink(missing_ok=True)  # of an earlier run, whose controller is gone
     output = root / "output"
-    with output.open("wb") as file:
+    with output.open("wb") as written:
         launcher = await asyncio.create_subprocess_exec(
             # Bound to us: a test that is killed must not leave a run behind either.
             *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
             *(*NEXRL, "run", str(experiment), "--root", str(root), *overrides),
             cwd=root,
-            stdout=file,
-            stderr=file,
+            stdout=written,
+            stderr=written,
         )
     run = Run(root, launcher)
     try:
@@ -154,17 +154,15 @@ async def running(root: Path, *overrides: str, seconds: float) -> AsyncIterator[
         await eventually(lambda: not processes_in(root), seconds=GONE_SECONDS)
 
 
-def copy_experiment(root: Path) -> Path:
-    """A copy of EXPERIMENT and its tasks in `root`; gives its path."""
+def copy_experiment(root: Path, file: Path = FILES / EXPERIMENT) -> Path:
+    """A copy of the experiment `file` and its tasks in `root`; gives its path."""
     shutil.copy(FILES / TASKS, root)
-    return Path(shutil.copy(FILES / EXPERIMENT, root))
+    return Path(shutil.copy(file, root))
 
 
-def nexrl(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """A `nexrl` command in `root` that must end within COMMAND_SECONDS, whether it does its work or refuses."""
-    return subprocess.run(
-        [*NEXRL, *arguments], cwd=root, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
-    )
+def nexrl(root: Path, *arguments: str, seconds: float = COMMAND_SECONDS) -> "subprocess.CompletedProcess[str]":
+    """A `nexrl` command in `root` that must end within `seconds`, whether it does its work or refuses."""
+    return subprocess.run([*NEXRL, *arguments], cwd=root, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 async def eventually(condition: Callable[[], bool], *, seconds: float | None) -> None:

@@ -31,7 +31,11 @@ GRPC = {
     # Clients: each is given a channel.
     "nexrl.activity",
     "nexrl.client",
+    "nexrl.local.audit",
     "nexrl.local.launcher",
+    "nexrl.local.ledger_view",
+    "nexrl.local.replay",
+    "nexrl.local.temporary",
     "nexrl.policy",
     "nexrl_inference.replica",
     "nexrl_trainer.loop",

@@ -156,28 +156,32 @@ class ComponentExited:
         if last.request_id == self.request_id:
             return state
         if state.outcome is not None or state.is_suspended or (state.is_trained and self.exit_code == 0):
-            return self._recorded(state, last.restarts, Verdict(restart=False))
+            return self._recorded(state, last, Verdict(restart=False))
         if self.exit_code == InvalidArgumentError.exit_code:
             why = "its configuration is wrong, so that it is not started again"
-            return self._failed(state, last.restarts, "BadConfiguration", why)
+            return self._failed(state, last, "BadConfiguration", why)
         if last.restarts >= rules.max_restarts:
             why = f"it was started again {last.restarts} times already, which is the limit"
-            return self._failed(state, last.restarts, "ComponentFailed", why)
-        return self._restarted(state, last.restarts + 1, rules)
+            return self._failed(state, last, "ComponentFailed", why)
+        return self._restarted(state, last, rules)
 
-    def _recorded(self, state: State, restarts: int, verdict: Verdict) -> State:
-        return replace(state, exits={**state.exits, self.component: ExitRecord(self.request_id, restarts, verdict)})
+    def _recorded(self, state: State, last: ExitRecord, verdict: Verdict) -> State:
+        record = replace(last, request_id=self.request_id, verdict=verdict)
+        return replace(state, exits={**state.exits, self.component: record})
 
-    def _failed(self, state: State, restarts: int, reason: str, why: str) -> State:
+    def _failed(self, state: State, last: ExitRecord, reason: str, why: str) -> State:
         tail = "\n".join(self.log_tail.strip().splitlines()[-MAX_LOG_LINES:])[-MAX_LOG_CHARACTERS:]
         message = f"{self._ending()}; {why}. Last lines of its log:\n{tail}"
-        state = self._recorded(state, restarts, Verdict(restart=False))
+        state = self._recorded(state, last, Verdict(restart=False))
         return state.ending(Phase.FAILED, reason, message)
 
-    def _restarted(self, state: State, restarts: int, rules: Rules) -> State:
-        delay_seconds = backoff_seconds(restarts)
+    def _restarted(self, state: State, last: ExitRecord, rules: Rules) -> State:
+        # One that was heard of since its last restart had come back: a long run may lose it now and then.
+        in_a_row = last.in_a_row + 1 if self.component in state.restarting else 1
+        restarts, delay_seconds = last.restarts + 1, backoff_seconds(in_a_row)
+        last = replace(last, restarts=restarts, in_a_row=in_a_row)
         return replace(
-            self._recorded(state, restarts, Verdict(restart=True, delay_seconds=delay_seconds)),
+            self._recorded(state, last, Verdict(restart=True, delay_seconds=delay_seconds)),
             restarting=state.restarting | {self.component},
             reason="ComponentExited",
             message=f"{self._ending()}; restart {restarts} of {rules.max_restarts} in {delay_seconds:g} s",
@@ -239,9 +243,9 @@ class ComponentsStopped:
         return replace(state, has_ended=True)
 
 
-def backoff_seconds(restart: int) -> float:
-    """Seconds to wait before the n-th restart of a component, n from 1."""
-    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(restart - 1, 16), MAX_BACKOFF_SECONDS)
+def backoff_seconds(in_a_row: int) -> float:
+    """Seconds to wait before the n-th restart of a component in a row, n from 1."""
+    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(in_a_row - 1, 16), MAX_BACKOFF_SECONDS)
 
 
 def _require(condition: bool, state: State, event: Event) -> None:

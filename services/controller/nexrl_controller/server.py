@@ -4,7 +4,7 @@ import time
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.rpc.server import ServiceProcess, run_service
-from nexrl.store import connect_redis
+from nexrl.store import Redis, connect_redis
 from nexrl.v1.activity_service_pb2_grpc import add_ActivityServiceServicer_to_server
 from nexrl.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
@@ -12,6 +12,7 @@ from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl_controller.controller import ROLE, Controller
 from nexrl_controller.logging_backends import open_backends
 from nexrl_controller.policy_versions import follow_policy_versions
+from nexrl_controller.retention import Retention
 from nexrl_controller.service import ActivityServicer, ControllerServicer
 from nexrl_controller.state_store import StateStore
 from nexrl_controller.validation import Validation
@@ -31,6 +32,7 @@ async def start(process: ServiceProcess) -> None:
     controller = Controller(process.experiment, store, backends, time.time)
     process.on_close(controller.close)
     await controller.start()
+    await _retain(process, controller, redis)
     process.add(add_ControllerServiceServicer_to_server, ControllerServicer(controller), "nexrl.v1.ControllerService")
     process.add(add_ActivityServiceServicer_to_server, ActivityServicer(controller), "nexrl.v1.ActivityService")
     process.spawn(controller.run_health_checks())
@@ -39,6 +41,15 @@ async def start(process: ServiceProcess) -> None:
     if not process.experiment.spec.suspend:
         _follow_training(process, controller)
     await process.set_ready()
+
+
+async def _retain(process: ServiceProcess, controller: Controller, redis: Redis) -> None:
+    if process.settings.redis_is_private:
+        return
+    retention = Retention(redis, controller, process.experiment.spec.redis.ttl_seconds_after_finished)
+    await retention.begin()
+    process.spawn(retention.run())
+    process.on_close(retention.sweep)  # on one machine the controller is the last to stop: nobody writes any more
 
 
 def _follow_training(process: ServiceProcess, controller: Controller) -> None:

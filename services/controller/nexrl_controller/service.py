@@ -49,7 +49,7 @@ class ControllerServicer(ControllerServiceServicer):
     async def ReportExit(
         self, request: controller_pb.ReportExitRequest, context: Context
     ) -> controller_pb.ReportExitResponse:
-        _require_names(request_id=request.request_id, component=request.component)
+        _require_names(component=request.component)
         verdict = await self._controller.report_exit(
             ComponentExited(request.request_id, request.component, request.exit_code, request.log_tail)
         )
@@ -87,7 +87,7 @@ class ActivityServicer(ActivityServiceServicer):
         return activity_pb.HeartbeatResponse(interval_seconds=await self._controller.heartbeat(module, work))
 
     async def StartWork(self, request: activity_pb.StartWorkRequest, context: Context) -> activity_pb.StartWorkResponse:
-        _require_names(request_id=request.request_id, module=request.module)
+        _require_names(module=request.module)
         # The request id is the token: a repeated request begins nothing new.
         self._activity.start_work(request.module, request.request_id, request.activity)
         return activity_pb.StartWorkResponse(token=request.request_id)
@@ -107,7 +107,7 @@ class ActivityServicer(ActivityServiceServicer):
         self, request: activity_pb.ReportErrorRequest, context: Context
     ) -> activity_pb.ReportErrorResponse:
         sent = request.error
-        _require_names(**{"request_id": request.request_id, "error.module": sent.module})
+        _require_names(**{"error.module": sent.module})
         report = ErrorReport(
             error_id=request.request_id,
             module=sent.module,
@@ -123,7 +123,6 @@ class ActivityServicer(ActivityServiceServicer):
     async def PostMetrics(
         self, request: activity_pb.PostMetricsRequest, context: Context
     ) -> activity_pb.PostMetricsResponse:
-        _require_names(request_id=request.request_id)
         _require_metrics(request.step, request.metrics)
         await self._controller.post_metrics(request.request_id, request.step, dict(request.metrics))
         return activity_pb.PostMetricsResponse()

@@ -90,6 +90,8 @@ class ExitRecord:
     request_id: str = ""
     restarts: int = 0
     """Restarts of the component so far."""
+    in_a_row: int = 0
+    """Those of them since it was last heard of."""
     verdict: Verdict = Verdict(restart=False)
 
 

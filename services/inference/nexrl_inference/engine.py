@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 from nexrl_inference.model_runner import ModelRunner
 from nexrl_inference.requests import FinishReason, GenerationRequest, GenerationResult
-from nexrl_inference.sampling import SamplingBatch, sample_tokens
+from nexrl_inference.sampling import SamplingBatch, sample_tokens, uniforms
 from nexrl_inference.scheduler import Limits, Retirement, Row, Scheduler
 
 
 class Engine:
     """Generates with one model, which it takes over (see ModelRunner). Not thread-safe.
 
-    `eos_token_ids` end every completion. `seed` decides the random numbers of requests that bring none.
+    `eos_token_ids` end every completion. `seed` decides the seeds of requests that bring none.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Engine:
         """Prefill each prompt once, expand it into the rows of its samples, and draw their first tokens."""
         first_row = self.active_rows
         for request in admitted:
-            self._scheduler.occupy(request, self._draw_uniforms(request))
+            self._scheduler.occupy(request, request.seeds or [self._seeds.getrandbits(63) for _ in range(request.n)])
         prompt_of_row = [prompt for prompt, request in enumerate(admitted) for _ in range(request.n)]
         logits_PV = self._runner.prefill([request.prompt_ids for request in admitted], first_row, prompt_of_row)
         return self._append_tokens(first_row, logits_PV[prompt_of_row])
@@ -104,15 +104,6 @@ class Engine:
         rows = self._scheduler.rows
         logits_BV = self._runner.decode([row.token_ids[-1] for row in rows], [row.cached_tokens for row in rows])
         return self._append_tokens(0, logits_BV)
-
-    def _draw_uniforms(self, request: GenerationRequest) -> list[list[float]]:
-        """All random numbers that the request can use, a list per sample: drawn ahead, so that neither the other
-        rows of the batch nor the order of admission can change them."""
-        seed = self._seeds.getrandbits(63) if request.seed is None else request.seed
-        shape = (request.n, self._scheduler.token_budget(request))
-        generator = torch.Generator().manual_seed(seed)
-        uniforms: list[list[float]] = torch.rand(shape, generator=generator, dtype=torch.float64).tolist()
-        return uniforms
 
     @torch.inference_mode()
     def _append_tokens(self, first_row: int, logits_BV: Tensor) -> list[GenerationResult]:
@@ -126,7 +117,7 @@ class Engine:
             row.append(token, logprob, self._policy_version)
             if token in self._eos_token_ids or token in row.request.stop_token_ids:
                 finished[index] = "stop"
-            elif len(row.token_ids) == len(row.uniforms):
+            elif len(row.token_ids) == row.max_new_tokens:
                 finished[index] = "length"
         return self._settle(self._scheduler.retire(finished))
 
@@ -154,5 +145,5 @@ def _sampling_batch(rows: Sequence[Row], device: torch.device) -> SamplingBatch:
         temperature_B=torch.tensor([request.temperature for request in requests], device=device),
         top_p_B=torch.tensor([request.top_p for request in requests], device=device),
         top_k_B=torch.tensor([request.top_k for request in requests], device=device),
-        uniforms_B=torch.tensor([row.uniforms[len(row.token_ids)] for row in rows], dtype=torch.float64, device=device),
+        uniforms_B=torch.from_numpy(uniforms([row.seed for row in rows], [row.draws for row in rows])).to(device),
     )

@@ -4,6 +4,7 @@
 `policy_versions`, one per generated token, beside OpenAI's fields. No streaming, no tools.
 """
 
+import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -128,7 +129,7 @@ class OpenAIApi:
             n=body.n,
             temperature=body.temperature,
             top_p=body.top_p,
-            seed=body.seed,
+            seeds=_seeds(body.seed, body.n),
         )
         return (await self._replica.generate(request)).completions
 
@@ -151,6 +152,14 @@ class OpenAIApi:
                 "total_tokens": len(prompt) + generated,
             },
         }
+
+
+def _seeds(seed: int | None, n: int) -> tuple[int, ...]:
+    """OpenAI's one seed, for n samples."""
+    if seed is None:
+        return ()
+    seeds = random.Random(seed)
+    return tuple(seeds.getrandbits(63) for _ in range(n))
 
 
 def _choice(index: int, completion: Completion) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.manifest import Manifest
 from nexrl.weights.metrics import POLICY_VERSION
-from nexrl.weights.receiver import WeightReceiver
+from nexrl.weights.receiver import StagedWeights, WeightReceiver
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl_inference.engine_thread import EngineThread
 from nexrl_inference.requests import GenerationRequest, GenerationResult
@@ -56,11 +56,14 @@ class Replica:
     async def commit(self, sync_id: str) -> None:
         """Serve the version that `sync_id` brought, from the next decode step on. Once more is once."""
         staged = await self._receiver.take(sync_id)
-        if staged is None:
-            return
-        await self._engine.load_weights(staged.tensors, staged.policy_version)
-        self._receiver.mark_served(staged)
-        POLICY_VERSION.labels("inference").set(staged.policy_version)
+        if staged is not None:
+            await self.serve(staged)
+
+    async def serve(self, weights: StagedWeights) -> None:
+        """Serve `weights` from the next decode step on."""
+        await self._engine.load_weights(weights.tensors, weights.policy_version)
+        self._receiver.mark_served(weights)
+        POLICY_VERSION.labels("inference").set(weights.policy_version)
         self._first_commit.set()
 
     def state(self) -> policy_pb2.Replica:

@@ -13,9 +13,10 @@ class GenerationRequest:
     """`n` samples of one prompt.
 
     `temperature` 0 means greedy (`top_p` and `top_k` are then without effect); `top_p` 1 and `top_k` 0 keep every
-    token. The same request with the same `seed` draws the same random numbers, whatever else is in the batch;
-    without a seed the engine draws one. Generation stops after an end-of-sequence token, after one of
-    `stop_token_ids` (both are part of the completion), after `max_new_tokens`, or at the engine's row length.
+    token. Each sample has a seed, of `seeds` or else drawn by the engine, that decides its random numbers whatever else
+    is in the request or in the batch. `drawn_tokens` at the end of the prompt have been drawn with these seeds before:
+    the samples go on after them. Generation stops after an end-of-sequence token, after one of `stop_token_ids` (both
+    are part of the completion), after `max_new_tokens`, or at the engine's row length.
     """
 
     request_id: str
@@ -25,7 +26,8 @@ class GenerationRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int | None = None
+    seeds: tuple[int, ...] = ()
+    drawn_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -36,7 +38,9 @@ class GenerationRequest:
             ("temperature", 0.0 <= self.temperature < float("inf"), f"finite, at least 0, got {self.temperature}"),
             ("top_p", 0.0 < self.top_p <= 1.0, f"in (0, 1], got {self.top_p}"),
             ("top_k", self.top_k >= 0, f"at least 0, got {self.top_k}"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, f"in [0, 2**63), got {self.seed}"),
+            ("seeds", len(self.seeds) in (0, self.n), f"one for each of n = {self.n} samples, got {len(self.seeds)}"),
+            ("seeds", all(0 <= seed < 2**63 for seed in self.seeds), f"in [0, 2**63), got {self.seeds}"),
+            ("drawn_tokens", 0 <= self.drawn_tokens <= len(self.prompt_ids), f"in the prompt, got {self.drawn_tokens}"),
         ]
         violations = [Violation(field, text) for field, is_met, text in rules if not is_met]
         if violations:
@@ -49,13 +53,14 @@ class Completion:
 
     `logprobs` are natural logarithms, under the distribution that the token was drawn from: after temperature, top-k
     and top-p, renormalised. Greedy tokens carry the model's own log-softmax. `policy_versions` names the weights
-    that produced each token.
+    that produced each token. `seed` is None where nothing was drawn yet.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     finish_reason: FinishReason
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,17 @@
 """From logits to tokens, for rows with different sampling settings. Shapes: B rows, V vocabulary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nexrl.errors import NexrlError
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,25 @@ def sample_tokens(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tens
     drawn_B = torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)[:, 0]
     tokens_B = torch.where(batch.temperature_B == 0, logits_BV.argmax(-1), drawn_B)
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def uniforms(seeds: Sequence[int], draws: Sequence[int]) -> NDArray[np.float64]:
+    """Random number `draws[b]` (from 0) of seed `seeds[b]`, in [0, 1). [B]
+
+    SplitMix64 (Steele, Lea, Flood, 2014) entered at any place: a generator for each row would have to be made, moved
+    along and, for a completion that goes on, be brought back to where it was.
+    """
+    start_B = _mixed(np.array(seeds, dtype=np.uint64) + _STEP)  # mixed once more, so that seeds 0, 1, 2 are far apart
+    states_B = start_B + _STEP * (np.array(draws, dtype=np.uint64) + np.uint64(1))
+    numbers_B = (_mixed(states_B) >> np.uint64(11)).astype(np.float64)
+    numbers_B *= 2.0**-53
+    return numbers_B
+
+
+def _mixed(states_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    states_B = (states_B ^ (states_B >> np.uint64(30))) * _FACTORS[0]
+    states_B = (states_B ^ (states_B >> np.uint64(27))) * _FACTORS[1]
+    return states_B ^ (states_B >> np.uint64(31))
 
 
 def sampled_logprobs(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:

@@ -38,7 +38,8 @@ class Row:
 
     request: GenerationRequest
     sample: int
-    uniforms: Sequence[float]  # one draw from [0, 1) per token this row can still generate
+    seed: int
+    max_new_tokens: int  # what the row length leaves of the request's
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -48,13 +49,20 @@ class Row:
         """Tokens whose keys and values are stored between two steps: all but the one sampled last."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
+    @property
+    def draws(self) -> int:
+        """Random numbers of its seed that are used up."""
+        return self.request.drawn_tokens + len(self.token_ids)
+
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.policy_versions.append(policy_version)
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        return Completion(tuple(self.token_ids), tuple(self.logprobs), tuple(self.policy_versions), finish_reason)
+        return Completion(
+            tuple(self.token_ids), tuple(self.logprobs), tuple(self.policy_versions), finish_reason, self.seed
+        )
 
 
 @dataclass(frozen=True)
@@ -107,13 +115,10 @@ class Scheduler:
             free_rows -= admitted[-1].n
         return admitted
 
-    def occupy(self, request: GenerationRequest, uniforms: Sequence[Sequence[float]]) -> None:
-        """Give an admitted request the next `n` rows; `uniforms` has one sequence per sample."""
-        self.rows.extend(Row(request, sample, row_uniforms) for sample, row_uniforms in enumerate(uniforms))
-
-    def token_budget(self, request: GenerationRequest) -> int:
-        """Tokens that each sample of the request may generate."""
-        return min(request.max_new_tokens, self._limits.max_tokens_per_row - len(request.prompt_ids))
+    def occupy(self, request: GenerationRequest, seeds: Sequence[int]) -> None:
+        """Give an admitted request the next `n` rows; `seeds` has one per sample."""
+        room = min(request.max_new_tokens, self._limits.max_tokens_per_row - len(request.prompt_ids))
+        self.rows.extend(Row(request, sample, seed, room) for sample, seed in enumerate(seeds))
 
     def retire(self, finished: dict[int, FinishReason]) -> Retirement:
         """Take the finished rows (index -> reason) out; the last rows move into the holes."""

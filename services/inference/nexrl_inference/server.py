@@ -6,16 +6,17 @@ import torch
 from aiohttp import web
 
 from nexrl.errors import FailedPreconditionError
-from nexrl.models import build_empty_model, iter_weights
+from nexrl.models import iter_weights
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec import ExperimentSpec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from nexrl.weights.packing import tensor_specs
-from nexrl.weights.receiver import WeightReceiver
+from nexrl.weights.receiver import StagedWeights, WeightReceiver
 from nexrl_inference.engine import Engine
 from nexrl_inference.engine_thread import EngineThread
+from nexrl_inference.fixed_weights import build_with_weights
 from nexrl_inference.openai_api import OpenAIApi
 from nexrl_inference.replica import Replica
 from nexrl_inference.scheduler import Limits
@@ -28,11 +29,14 @@ def main() -> None:
 
 
 async def start(process: ServiceProcess) -> None:
-    """Build the model without weights, join weight sync, and be ready when the first version is committed."""
-    spec = process.experiment.spec
+    """Build the model without weights, join weight sync, and be ready when the first version is committed.
+
+    With NEXRL_WEIGHTS: the model with these weights, which stay, and no weight sync.
+    """
+    spec, weights = process.experiment.spec, process.settings.weights
     torch.set_num_threads(spec.inference.threads)
     tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)
-    model = await asyncio.to_thread(build_empty_model, spec.model)
+    model, version = await asyncio.to_thread(build_with_weights, spec.model, weights)
     receiver = WeightReceiver(tensor_specs(iter_weights(model)))
     process.on_close(lambda: asyncio.to_thread(receiver.close))
     engine = EngineThread(
@@ -45,7 +49,10 @@ async def start(process: ServiceProcess) -> None:
     replica = Replica(engine, receiver, identity)
     identity.http_url = await serve_http(process, OpenAIApi(replica, tokenizer, spec.model.tag).application())
     process.add(add_InferenceServiceServicer_to_server, InferenceServicer(replica), "nexrl.v1.InferenceService")
-    process.spawn(replica.keep_registered(process.connect(process.settings.weight_sync), spec.model.tag))
+    if weights:
+        await replica.serve(StagedWeights(weights, version, "", dict(iter_weights(model))))
+    else:
+        process.spawn(replica.keep_registered(process.connect(process.settings.weight_sync), spec.model.tag))
     process.spawn(_ready_when_committed(process, replica))
 
 

@@ -6,6 +6,7 @@ import grpc
 
 from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceServicer
+from nexrl.v1.trajectory_pb2 import Draw
 from nexrl.weights.codec import manifest_from_wire, rendezvous_from_wire
 from nexrl_inference.replica import Replica
 from nexrl_inference.requests import Completion, GenerationRequest
@@ -29,11 +30,12 @@ class InferenceServicer(InferenceServiceServicer):
                 temperature=request.temperature,
                 top_p=request.top_p or 1.0,
                 top_k=request.top_k,
-                seed=request.seed if request.HasField("seed") else None,
+                seeds=tuple(request.seeds),
+                drawn_tokens=request.drawn_tokens,
                 stop_token_ids=tuple(request.stop_token_ids),
             )
         )
-        return pb.GenerateResponse(completions=[_completion(completion) for completion in result.completions])
+        return pb.GenerateResponse(completions=[_completion(completion, request) for completion in result.completions])
 
     async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Context) -> pb.ReceiveWeightsResponse:
         rendezvous, manifest = rendezvous_from_wire(request.rendezvous), manifest_from_wire(request.manifest)
@@ -50,10 +52,24 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
 
-def _completion(completion: Completion) -> pb.GeneratedCompletion:
+def _completion(completion: Completion, request: pb.GenerateRequest) -> pb.GeneratedCompletion:
     return pb.GeneratedCompletion(
         token_ids=completion.token_ids,
         logprobs=completion.logprobs,
         policy_versions=completion.policy_versions,
         finish_reason=completion.finish_reason,
+        draw=_draw(completion, request),
+    )
+
+
+def _draw(completion: Completion, request: pb.GenerateRequest) -> Draw | None:
+    if request.drawn_tokens or completion.seed is None:
+        return None
+    return Draw(
+        seed=completion.seed,
+        temperature=request.temperature,
+        top_p=request.top_p or 1.0,
+        top_k=request.top_k,
+        max_new_tokens=request.max_new_tokens,
+        stop_token_ids=request.stop_token_ids,
     )

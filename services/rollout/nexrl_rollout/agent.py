@@ -1,9 +1,11 @@
 """rollout.type agent: an environment owns the episode and talks to a gateway session; what is generated there is
 trained."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from nexrl.environment import SCORED, Environment, Outcome, Task
+from nexrl.policy import draw_seed
 from nexrl.spec.experiment import Experiment
 from nexrl.v1.trajectory_pb2 import (
     VERDICT_ENV_ERROR,
@@ -32,15 +34,22 @@ class AgentWorker(RolloutWorker):
         self._gateway = gateway
         self._environment = environment
         self._rollout = experiment.spec.rollout
+        self._seed = experiment.spec.inference.seed
         self._key_list = experiment.spec.trajectory_pool.key_list
 
     async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
         """Run one episode."""
         item = parse_task(lease.task)
-        with self._gateway.session(sampling(self._rollout, lease.temperature)) as session:
+        seeds = _seeds(self._seed, lease.samples[0])
+        with self._gateway.session(sampling(self._rollout, lease.temperature), seeds) as session:
             outcome = await self._environment.run(Task(item["id"], item), self._gateway.endpoint(session))
         metadata = trajectory_metadata(item, self._key_list)
         return [_result(lease.samples[0], outcome, session, metadata)]
+
+
+def _seeds(seed: int, sample: SampleLease) -> Iterator[int]:
+    """One for each turn."""
+    return (draw_seed(seed, sample.sample_id, sample.attempt, turn) for turn in itertools.count())
 
 
 def _result(sample: SampleLease, outcome: Outcome, session: Session, metadata: dict[str, str]) -> SampleResult:

@@ -81,9 +81,10 @@ class Gateway:
             await self._runner.cleanup()
 
     @contextmanager
-    def session(self, sampling: Sampling) -> Iterator[Session]:
-        """A session for one rollout; requests to it are refused once the block has ended."""
-        session = Session(sampling)
+    def session(self, sampling: Sampling, seeds: Iterator[int]) -> Iterator[Session]:
+        """A session for one rollout; requests to it are refused once the block has ended. `seeds`: one for each
+        turn."""
+        session = Session(sampling, seeds)
         self._sessions[session.id] = session
         try:
             yield session
@@ -108,7 +109,11 @@ class Gateway:
             raise ContextOverflowError(context_overflow(len(prompt.token_ids), self._max_context_tokens))
         limit = min(session.sampling.max_new_tokens, room, chat.max_tokens or room)
         completions = await self._policy.generate(
-            prompt.token_ids, 1, replace(session.sampling, max_new_tokens=limit), timeout_seconds=self._timeout_seconds
+            prompt.token_ids,
+            1,
+            replace(session.sampling, max_new_tokens=limit),
+            seeds=[next(session.seeds)],
+            timeout_seconds=self._timeout_seconds,
         )
         text = self._codec.decode([completions[0].token_ids])[0]
         message = reply_message(text, parse_tool_calls=bool(chat.tools))

@@ -12,7 +12,7 @@ Invariants, tests in tests/unit/nexrl_rollout/test_session.py:
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +66,11 @@ class SessionPrompt:
 class Session:
     """What one rollout was served. Its id is a secret of 256 bits: who knows it may generate in its name."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, seeds: Iterator[int]) -> None:
         self.id = secrets.token_urlsafe(32)
         self.sampling = sampling
+        self.seeds = seeds
+        """One for each turn, without end."""
         self.breaks = 0
         """Requests with a history that had been edited."""
         self.finish_reason = ""

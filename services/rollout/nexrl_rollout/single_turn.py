@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nexrl.policy import Policy, Sampling
+from nexrl.policy import Policy, Sampling, draw_seed
 from nexrl.rewards import Reward, RewardFailedError, Score, score
 from nexrl.spec.experiment import Experiment, RolloutSpec
 from nexrl.transcript import Transcript
@@ -24,6 +24,7 @@ class SingleTurnWorker(RolloutWorker):
         self._codec = codec
         self._reward = reward
         self._rollout = experiment.spec.rollout
+        self._seed = experiment.spec.inference.seed
         self._key_list = experiment.spec.trajectory_pool.key_list
 
     async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
@@ -34,6 +35,7 @@ class SingleTurnWorker(RolloutWorker):
             prompt_ids,
             len(lease.samples),
             sampling(self._rollout, lease.temperature),
+            seeds=[draw_seed(self._seed, sample.sample_id, sample.attempt) for sample in lease.samples],
             timeout_seconds=self._rollout.timeout_seconds,
         )
         texts = self._codec.decode([completion.token_ids for completion in completions])

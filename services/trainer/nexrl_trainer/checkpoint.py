@@ -4,6 +4,7 @@
         config.json model.safetensors tokenizer.json ...   what `AutoModelForCausalLM.from_pretrained` opens
         training_state.safetensors    optimizer state and random-number state
         checkpoint.json               the commit marker, written last: metadata, SHA-256 of the other files
+    <folder>/global_step_<n>.ahead-of-ledger/   never loaded again: its last steps were made of batches that Redis lost
 
 A checkpoint is written under `global_step_<n>.tmp`, forced to disk, and renamed. A kill at any instruction leaves
 either the name without the suffix and all its content, or no such name. torch.distributed.checkpoint is not used
@@ -15,8 +16,10 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,10 @@ _STATE = "training_state.safetensors"
 _RNG = "rng.torch_cpu"
 _NAME = re.compile(r"global_step_(\d+)")
 _PARTIAL_SUFFIX = ".tmp"
+_AHEAD_SUFFIX = ".ahead-of-ledger"
+SETTLED_SECONDS = 10.0
+"""A checkpoint that is older than this has been committed in every copy of the ledger: more than Redis can lose
+(appendfsync everysec: 2 s; a fail-over to a replica: as far as it may lag behind)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def save_checkpoint(
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None. Unfinished ones are not seen."""
+    """The complete checkpoint of the highest step, or None."""
     found = _complete_checkpoints(folder)
     return found[-1] if found else None
 
@@ -92,6 +99,7 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
     checkpoint is of another model; the learner is unchanged then.
     """
     metadata = read_metadata(path)
+    _check_files(path)
     weights = load_file(path / _MODEL)
     state = load_file(path / _STATE)
     _check_weights(path, weights, learner.model)
@@ -105,28 +113,31 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
 
 
 def read_metadata(path: Path) -> CheckpointMetadata:
-    """The checkpoint's metadata, after checking every file against its digest. Raises as `load_checkpoint`."""
-    marker = path / _MARKER
-    if not marker.is_file():
-        raise NotFoundError(f"{path} is not a complete checkpoint: no {_MARKER}")
-    content = json.loads(marker.read_text())
-    if content["format"] != _FORMAT:
-        raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {_FORMAT}")
-    for name, digest in content["sha256"].items():
-        if not (path / name).is_file() or _sha256(path / name) != digest:
-            raise FailedPreconditionError(f"checkpoint {path}: {name} is missing or damaged")
-    saved = content["metadata"]
+    """The checkpoint's metadata. Raises NotFoundError if `path` is no complete checkpoint."""
+    saved = _read_marker(path)["metadata"]
     return CheckpointMetadata(**{**saved, "batch_ids": tuple(saved["batch_ids"])})
 
 
-def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest complete checkpoints, and what killed writers left; return the paths deleted.
+def put_aside(path: Path) -> Path:
+    """Rename a checkpoint that must never be loaded again; gives its new path. Deleting it is for people."""
+    names = (f"{path.name}{_AHEAD_SUFFIX}{number or ''}" for number in count())
+    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(aside)
+    _sync(path.parent)
+    return aside
 
-    Not to be called while a checkpoint is being written to `folder`.
+
+def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
+    """Delete what no resume can need, and what killed writers left; return the paths of checkpoints deleted.
+
+    The `keep` newest stay, and so does each whose successor is younger than SETTLED_SECONDS: a ledger that has lost its
+    last writes may know of no newer one. Not to be called while a checkpoint is being written to `folder`.
     """
     if keep < 1:
         raise FailedPreconditionError(f"keep is {keep}; must be at least 1, or a run could not be resumed")
-    deleted = _complete_checkpoints(folder)[:-keep]
+    settled = time.time() - SETTLED_SECONDS
+    followed = list(pairwise(_complete_checkpoints(folder)))[: -(keep - 1) or None]
+    deleted = [path for path, successor in followed if (successor / _MARKER).stat().st_mtime < settled]
     for path in deleted:
         # Renamed first: a kill within rmtree must not leave a checkpoint that looks complete.
         path.rename(path.with_name(path.name + _PARTIAL_SUFFIX))
@@ -136,13 +147,30 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
-    """In ascending order of step: by number, since global_step_10 sorts before global_step_9 as text."""
+    """In ascending order of step; unfinished ones, and those put aside, are not seen."""
+    # By number, since global_step_10 sorts before global_step_9 as text.
     steps = {
         int(match[1]): path
         for path in folder.glob("global_step_*")
         if (match := _NAME.fullmatch(path.name)) and (path / _MARKER).is_file()
     }
     return [steps[step] for step in sorted(steps)]
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    marker = path / _MARKER
+    if not marker.is_file():
+        raise NotFoundError(f"{path} is not a complete checkpoint: no {_MARKER}")
+    content: dict[str, Any] = json.loads(marker.read_text())
+    if content["format"] != _FORMAT:
+        raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {_FORMAT}")
+    return content
+
+
+def _check_files(path: Path) -> None:
+    for name, digest in _read_marker(path)["sha256"].items():
+        if not (path / name).is_file() or _sha256(path / name) != digest:
+            raise FailedPreconditionError(f"checkpoint {path}: {name} is missing or damaged")
 
 
 def _training_state(learner: Learner) -> dict[str, Tensor]:

@@ -8,16 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from prometheus_client import Gauge
 from transformers import PreTrainedTokenizerBase
 
 from nexrl.activity import ActivityTracker
+from nexrl.errors import FailedPreconditionError, LeaseLostError
 from nexrl.models import iter_weights
 from nexrl.rpc.client import call, new_request_id
 from nexrl.spec import ExperimentSpec
@@ -29,10 +30,15 @@ from nexrl_trainer.checkpoint import (
     find_latest_checkpoint,
     load_checkpoint,
     prune_checkpoints,
+    put_aside,
+    read_metadata,
     save_checkpoint,
 )
 from nexrl_trainer.codec import decode_train_batch
 from nexrl_trainer.step import Learner
+
+if TYPE_CHECKING:
+    from grpc.aio import UnaryUnaryCall
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,7 @@ STEP = Gauge("nexrl_trainer_step", "Optimizer steps made.")
 STEP_SECONDS = Gauge("nexrl_trainer_step_seconds", "Seconds of the last step, by phase.", ["phase"])
 
 ResultT = TypeVar("ResultT")
+ResponseT = TypeVar("ResponseT")
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class TrainWorker:
         self.learner = learner
         self.doing = "idle"
         self.is_done = False
+        self.has_begun = asyncio.Event()
+        """Set when the ledger knows of this trainer."""
         self._checkpoints = checkpoints
         self._pool = TrainBatchPoolServiceStub(channel)
         self._publisher = publisher
@@ -82,12 +91,14 @@ class TrainWorker:
         self._checkpointed_step = -1
         self._incarnation = 0
         self._acked_steps = -1
+        self._is_contradicted = False
         self._data_cursor = 0
         self._trained_since_checkpoint: list[int] = []
 
     async def run(self) -> None:
         """The whole of training; `is_done` afterwards."""
         await self._resume()
+        self.has_begun.set()
         await self.publish()
         if self.spec.trainer.steps == 0:
             self.is_done = True
@@ -121,7 +132,8 @@ class TrainWorker:
     async def save_checkpoint(self) -> Path:
         """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed.
 
-        Raises AlreadyExistsError when the folder has other weights of that step.
+        Raises AlreadyExistsError when the folder has other weights of that step, LeaseLostError when the ledger does
+        not know of these steps.
         """
         path = self._checkpoints.folder / f"global_step_{self.learner.step}"
         with self._phase("checkpoint"):
@@ -137,15 +149,17 @@ class TrainWorker:
                     lambda: save_checkpoint(folder, self.learner, self._checkpoints.tokenizer, metadata)
                 )
             self._checkpointed_step = self.learner.step
-            await self._commit_checkpoint()
+            if (
+                self.learner.step == self._acked_steps
+            ):  # else the Trainer RPCs have made it: no train batch belongs to it
+                await self._commit_checkpoint()
             self._trained_since_checkpoint.clear()
-            await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep)
         return path
 
     async def stop(self) -> None:
         """Finish the step in hand, and save what no checkpoint contains yet. The loop is cancelled after this."""
         await self._step_in_hand.acquire()
-        if self.learner.step == self._acked_steps and not self.is_done:
+        if self.learner.step == self._acked_steps and not self.is_done and not self._is_contradicted:
             await self.save_checkpoint()
 
     async def load_checkpoint(self, path: Path) -> None:
@@ -156,31 +170,85 @@ class TrainWorker:
         log.info("loaded %s", path)
 
     async def _commit_checkpoint(self) -> None:
-        if self.learner.step != self._acked_steps:
-            return  # made of steps that the Trainer RPCs asked for: no train batch belongs to them
         request = pb.CommitCheckpointRequest(
             request_id=new_request_id(),
             model_tag=self.spec.model.tag,
             steps=self.learner.step,
             incarnation=self._incarnation,
         )
-        await call(self._pool.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
+        await self._call_ledger(self._pool.CommitCheckpoint, request)
+        # Only now: until the ledger knows of this checkpoint it resumes from an older one.
+        await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep)
 
     async def _resume(self) -> None:
-        path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from
+        """Begin at the newest checkpoint that the ledger can follow.
+
+        One that is ahead of the ledger (Redis has lost acknowledgements) is put aside before an older one is tried: the
+        samples of its last steps will be granted again, so that nobody may ever go on from it.
+        """
+        while True:
+            path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from
+            begin = read_metadata(path) if path else CheckpointMetadata(step=0)
+            try:
+                answer = await self._resume_from(begin)
+                break
+            except FailedPreconditionError as refusal:
+                await self._put_aside(path, begin.step, refusal)
         if path is not None:
             await self.load_checkpoint(path)
-        request = pb.ResumeFromCheckpointRequest(
-            request_id=new_request_id(),
-            model_tag=self.spec.model.tag,
-            steps=self.learner.step,
-            data_cursor=self._data_cursor,
-        )
-        answer = await call(self._pool.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
         self._incarnation, self._acked_steps = answer.incarnation, self.learner.step
+        state = await self._pool_state()
+        self._publisher.newest_version = max(self.learner.step, state.durable_steps + state.trained + state.queued)
         log.info("trainer %d begins at step %d", answer.incarnation, self.learner.step)
         if answer.replayed_steps:
             log.warning("%d steps are in no checkpoint and will be replayed", answer.replayed_steps)
+
+    async def _resume_from(self, begin: CheckpointMetadata) -> pb.ResumeFromCheckpointResponse:
+        request = pb.ResumeFromCheckpointRequest(
+            request_id=new_request_id(),
+            model_tag=self.spec.model.tag,
+            steps=begin.step,
+            data_cursor=int(begin.cursor.get("position", 0)),
+        )
+        return await call(self._pool.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
+
+    async def _put_aside(self, path: Path | None, step: int, refusal: FailedPreconditionError) -> None:
+        """Put a checkpoint aside that is ahead of the ledger. Raises FailedPreconditionError when that is not why."""
+        state = await self._pool_state()
+        acknowledged, folder = state.durable_steps + state.trained, self._checkpoints.folder
+        if path is None or path.parent != folder or step <= acknowledged:
+            at_hand = ", ".join(sorted(found.name for found in folder.glob("global_step_*"))) or "none"
+            raise FailedPreconditionError(
+                f"no checkpoint fits the ledger, which goes on from {state.durable_steps} to {acknowledged} steps. "
+                f"In {folder}: {at_hand}; tried last: {path or 'the initial weights'}. Put a checkpoint of so many "
+                "steps there, or start under another metadata.name with resume.mode from_path and one of these"
+            ) from refusal
+        aside = await asyncio.to_thread(put_aside, path)
+        log.warning(
+            "%s is kept as %s and not used: the ledger knows of %d steps only, so Redis has lost its last writes",
+            *(path, aside.name, acknowledged),
+        )
+
+    async def _pool_state(self) -> pb.GetTrainBatchPoolStateResponse:
+        request = pb.GetTrainBatchPoolStateRequest(model_tag=self.spec.model.tag)
+        return await call(self._pool.GetTrainBatchPoolState, request, timeout_seconds=CALL_SECONDS)
+
+    async def _call_ledger(
+        self, method: "Callable[..., UnaryUnaryCall[Any, ResponseT]]", request: object, wait_seconds: float = 0
+    ) -> ResponseT:
+        """Call the pool. Raises LeaseLostError when the ledger holds something else than this trainer has made.
+
+        The process ends then, and is started again: only `_resume` can mend this, never a repeated call, and these
+        weights must be neither saved nor trained on.
+        """
+        try:
+            return await call(method, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+        except FailedPreconditionError as error:
+            self._is_contradicted = True
+            raise LeaseLostError(
+                f"the ledger contradicts this trainer, which has made {self.learner.step} steps: {error}; "
+                "started again, it goes on from a checkpoint that both know"
+            ) from error
 
     async def _next_batch(self) -> pb.TrainBatch | None:
         with self._phase("wait_batch", waiting_on="trajectory-pool"):
@@ -192,7 +260,7 @@ class TrainWorker:
                     wait_seconds=WAIT_SECONDS,
                     incarnation=self._incarnation,
                 )
-                answer = await call(self._pool.LeaseTrainBatch, request, timeout_seconds=WAIT_SECONDS + CALL_SECONDS)
+                answer = await self._call_ledger(self._pool.LeaseTrainBatch, request, WAIT_SECONDS)
                 if answer.HasField("train_batch"):
                     return answer.train_batch
                 if answer.exhausted:
@@ -203,16 +271,20 @@ class TrainWorker:
         with self._phase("train"):
             async with self.weights_lock:
                 arrays = decode_train_batch(batch.tensors)
-                metrics = asdict(await self.in_torch_thread(lambda: self.learner.train(arrays)))
+                metrics = await self.in_torch_thread(lambda: self.learner.train(arrays))
         self._data_cursor = batch.data_cursor
         self._trained_since_checkpoint.append(batch.batch_id)
         request = pb.AckTrainBatchRequest(
-            request_id=new_request_id(), model_tag=self.spec.model.tag, step=step, incarnation=self._incarnation
+            request_id=new_request_id(),
+            model_tag=self.spec.model.tag,
+            step=step,
+            incarnation=self._incarnation,
+            sample_ids=batch.sample_ids,
         )
-        await call(self._pool.AckTrainBatch, request, timeout_seconds=CALL_SECONDS)
+        await self._call_ledger(self._pool.AckTrainBatch, request)
         self._acked_steps = self.learner.step
         STEP.set(self.learner.step)
-        await asyncio.gather(self._post({**batch.metrics, **metrics}), self.publish())
+        await asyncio.gather(self._post({**batch.metrics, **metrics.figures()}), self.publish())
 
     async def _post(self, metrics: Mapping[str, float]) -> None:
         await self._activity.post_metrics(self.learner.step, metrics)

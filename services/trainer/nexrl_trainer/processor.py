@@ -18,10 +18,10 @@ from nexrl.activity import ActivityTracker
 from nexrl.errors import LeaseLostError
 from nexrl.rpc.client import call, new_request_id
 from nexrl.spec.experiment import AlgorithmSpec
-from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
+from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceStub
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 from nexrl_trainer.advantages import ADVANTAGES, zero_variance_samples
@@ -70,7 +70,10 @@ class AlgorithmProcessor:
                     await self.put_train_batch(answer.lease, await asyncio.to_thread(self.fit, answer.lease))
 
     def fit(self, lease: pool_pb.BatchLease) -> train_pb.TrainBatch:
-        """The train batch of one leased batch: advantages by group, masks, log-probabilities, metrics."""
+        """The train batch of one leased batch: advantages by group, masks, log-probabilities, metrics.
+
+        `put_train_batch` adds which batch it is.
+        """
         samples = [(g, sample) for g, group in enumerate(lease.groups) for sample in group.samples]
         # A sample counts once in its group's baseline, however many trajectories it has.
         rewards_S = np.array([sample.trajectories[-1].reward for _, sample in samples])
@@ -87,14 +90,7 @@ class AlgorithmProcessor:
         metrics = batch_metrics(lease.batch_id, [t for _, t in trajectories], verdicts)
         metrics["zero_variance_group_fraction"] = _group_share(equal_S, groups_S)
         metrics["advantage_std"] = float(advantages_S.std())
-        return train_pb.TrainBatch(
-            batch_id=lease.batch_id,
-            model_tag=lease.model_tag,
-            tensors=encode_train_batch(batch),
-            metrics=metrics,
-            sample_ids=[sample.sample_id for _, sample in samples],
-            data_cursor=lease.data_cursor,
-        )
+        return train_pb.TrainBatch(tensors=encode_train_batch(batch), metrics=metrics)
 
     def _advantages(self, rewards_S: NDArray[np.float64], groups_S: NDArray[np.int64]) -> NDArray[np.float32]:
         if self.algorithm.type == "mock":
@@ -102,22 +98,36 @@ class AlgorithmProcessor:
         return ADVANTAGES[self.algorithm.advantage](rewards_S, groups_S)
 
     async def lease_batch(self) -> pool_pb.LeaseBatchResponse:
-        """The next batch from the trajectory pool; waits for it."""
+        """The next batch from the trajectory pool; waits for it, not for ever."""
         request = pool_pb.LeaseBatchRequest(
-            request_id=new_request_id(), model_tag=self._model_tag, wait_seconds=WAIT_SECONDS
+            request_id=new_request_id(),
+            model_tag=self._model_tag,
+            wait_seconds=WAIT_SECONDS,
+            worker_id=self._activity.module_name,
         )
-        return await call(self._pool.LeaseBatch, request, timeout_seconds=WAIT_SECONDS + CALL_SECONDS)
+        try:
+            return await call(self._pool.LeaseBatch, request, timeout_seconds=WAIT_SECONDS + CALL_SECONDS)
+        except LeaseLostError as error:
+            await self._report_lost(error, "lease_batch")
+            return pool_pb.LeaseBatchResponse()
 
     async def put_train_batch(self, lease: pool_pb.BatchLease, train_batch: train_pb.TrainBatch) -> None:
-        """Hand the train batch on, which acknowledges the batch. A lease that was lost is someone else's work now."""
+        """Hand the train batch on, which acknowledges the batch; drop it when the lease was lost."""
         await asyncio.to_thread(self._write, lease)
+        train_batch.batch_id, train_batch.model_tag = lease.batch_id, lease.model_tag
+        train_batch.sample_ids[:] = [sample.sample_id for group in lease.groups for sample in group.samples]
+        train_batch.data_cursor = lease.data_cursor
         request = train_pb.PutTrainBatchRequest(
             request_id=new_request_id(), train_batch=train_batch, batch_attempt=lease.attempt
         )
         try:
             await call(self._train_pool.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
         except LeaseLostError as error:
-            await self._activity.report(error, work_context="put_train_batch", severity=activity_pb.SEVERITY_WARNING)
+            await self._report_lost(error, "put_train_batch")
+
+    async def _report_lost(self, error: LeaseLostError, work_context: str) -> None:
+        """The batch is someone else's work now; or Redis has lost it, and the ledger will form another."""
+        await self._activity.report(error, work_context=work_context, severity=SEVERITY_WARNING)
 
     def _write(self, lease: pool_pb.BatchLease) -> None:
         path = self._trajectories / f"batch_{lease.batch_id:06d}.pb"

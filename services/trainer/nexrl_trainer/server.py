@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from nexrl.models import build_model
 from nexrl.rpc.server import ServiceProcess, run_service
@@ -29,6 +30,7 @@ async def start(process: ServiceProcess) -> None:
     spec = process.experiment.spec
     torch.set_num_threads(spec.trainer.threads)
     torch.manual_seed(spec.trainer.seed)
+    transformers_logging.disable_progress_bar()  # no terminal shows it, and its lock would be a process of its own
     learner = await asyncio.to_thread(build_learner, spec)
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
@@ -55,8 +57,14 @@ async def start(process: ServiceProcess) -> None:
     process.on_stop(worker.stop)
     process.spawn(publisher.keep_replicas_current())
     process.spawn(worker.run())
-    process.spawn(processor.run())
+    process.spawn(_process_batches(worker, processor))
     await process.set_ready()
+
+
+async def _process_batches(worker: TrainWorker, processor: AlgorithmProcessor) -> None:
+    # What is leased before the ledger knows of this trainer would count as its predecessor's, and be taken back.
+    await worker.has_begun.wait()
+    await processor.run()
 
 
 def build_learner(spec: ExperimentSpec) -> Learner:

@@ -31,6 +31,7 @@ from nexrl_trainer.losses import (
 from nexrl_trainer.micro_batch import SHARED_ROW_TOKENS, MicroBatch, split_batch
 
 _OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
+_OVER_TOKENS = ("entropy", "reference_kl", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl", "clip_fraction")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class OptimizerMetrics:
 @dataclass(frozen=True)
 class StepMetrics(LossMetrics, OptimizerMetrics):
     """One whole step."""
+
+    def figures(self) -> dict[str, float]:
+        """By name; where no token was trained, without the means over tokens."""
+        without = () if self.token_count else _OVER_TOKENS
+        return {name: value for name, value in asdict(self).items() if name not in without}
 
 
 def learning_rate(step: int, algorithm: AlgorithmSpec, total_steps: int) -> float:

@@ -5,16 +5,35 @@ or dropped(reason). Each method is one atomic move; a repeated `request_id` gets
 """
 
 import json
+import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
+from uuid import uuid4
 
-from nexrl.errors import LeaseLostError, error_class
+from nexrl.errors import InvalidArgumentError, LeaseLostError, NotFoundError, error_class
 from nexrl.store import Redis
+from nexrl_trajectory_pool.audit import Audit, audit, live_rows, settled_rows
 
 SCRIPT = resources.files(__package__).joinpath("ledger.lua").read_text()
+
+SAMPLE_ID = re.compile(r"\d+(-\w+)?\.\d+")
+"""<group>.<index>; the group is a number, and an ending when Redis was another process when it was granted."""
+
+HISTORY_GROUPS = 256
+"""Settled groups in a key, as in ledger.lua."""
+
+MAX_BATCH_BYTES = 2**29
+"""Trajectories of a batch. Its train batch, at most 3.5 times as large, is one message, which ends at 2 GiB."""
+
+PIECE_BYTES = 2**26
+"""Of a train batch: Redis takes half a GiB in a command, and is to answer others meanwhile."""
+
+STAGED_SECONDS = 3600
+"""After which the pieces of a train batch that was never put are forgotten."""
 
 UNLIMITED = -1
 """As a number of positions: the data has no end."""
@@ -42,6 +61,8 @@ class LedgerRules:
     """A batch is ready when it has batch_size samples."""
     needs_idle: bool = False
     """A batch is ready when everything granted has ended."""
+    max_payload_bytes: int = 2**53
+    """Most bytes of samples, train batches and added tasks in Redis at a time."""
     total_steps: int = 2**31
     """Steps of the experiment: no sample is granted that none of them would train."""
     unlimited: bool = False
@@ -83,12 +104,25 @@ class ProducedSample:
 
 @dataclass(frozen=True)
 class GrantedBatch:
-    """Groups of (name, payload of each sample in it)."""
+    """Groups of (name, payload of each sample in it); `sample_ids` are of all of them, in that order."""
 
     batch: int
     attempt: int
     groups: tuple[tuple[str, tuple[bytes, ...]], ...]
+    sample_ids: tuple[str, ...]
     data_cursor: int
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """Where a sample is: open, leased, produced, batched, trained, durable or dropped."""
+
+    sample_id: str
+    state: str
+    attempt: int = 0
+    """Leases so far; 0 once its group has ended, when only where it went is kept."""
+    batch: int | None = None
+    drop_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,7 +170,7 @@ class Ledger:
         self._prefix = prefix
         self._clock = clock
         self._script = redis.register_script(SCRIPT)
-        self._constant = asdict(rules)
+        self._constant = json.dumps(asdict(rules))[:-1]
 
     @property
     def wake_channel(self) -> str:
@@ -162,7 +196,7 @@ class Ledger:
         return int((await self._move("return_samples", request_id, samples=samples))["returned"])
 
     async def add_task(self, request_id: str, item: bytes, *, front: bool) -> None:
-        """Queue a task ahead of the data set."""
+        """Queue a task ahead of the data set. Raises ResourceExhaustedError when too much is held already."""
         await self._move("add_task", request_id, item, front=front)
 
     async def reset(self, request_id: str) -> None:
@@ -170,7 +204,10 @@ class Ledger:
         await self._move("reset", request_id)
 
     async def put_samples(self, request_id: str, results: Sequence[ProducedSample]) -> tuple[str, ...]:
-        """Store results; gives ACCEPTED, DUPLICATE, FENCED or RETRIED for each."""
+        """Store results; gives ACCEPTED, DUPLICATE, FENCED or RETRIED for each.
+
+        Raises ResourceExhaustedError, with nothing stored, when `max_payload_bytes` would be exceeded.
+        """
         rows = [
             {"id": r.sample_id, "attempt": r.attempt, "oldest": r.oldest_version}
             | ({"failure": r.failure} if r.failure else {})
@@ -181,40 +218,70 @@ class Ledger:
         return tuple(answer["outcomes"])
 
     async def lease_batch(
-        self, request_id: str, lease_seconds: float, batch_size: int = 0
+        self, request_id: str, lease_seconds: float, batch_size: int = 0, worker: str = ""
     ) -> tuple[GrantedBatch | None, bool]:
         """Lease the oldest unacknowledged batch, else form the next, of `batch_size` samples where it is not 0.
 
-        Also tells whether none can come any more. Raises LeaseLostError when the batch was trained meanwhile, as when a
-        request is repeated very late.
+        A batch that is leased to `worker` already comes first: it would not ask if it had it. Also tells whether none
+        can come any more. Raises LeaseLostError when the batch was trained meanwhile, as when a request is repeated
+        very late.
         """
         size = {"size": batch_size} if batch_size else {}
-        answer = await self._move("lease_batch", request_id, lease_seconds=lease_seconds, **size)
+        answer = await self._move("lease_batch", request_id, lease_seconds=lease_seconds, worker=worker, **size)
         if "batch" not in answer:
             return None, answer["exhausted"]
-        payloads = await self._payloads([sample for g in answer["groups"] for sample in g["samples"]])
+        if answer["bytes"] > MAX_BATCH_BYTES:
+            raise InvalidArgumentError(
+                f"trajectoryPool.batchSize: batch {answer['batch']} has {answer['bytes']} bytes of trajectories; "
+                f"at most {MAX_BATCH_BYTES}: choose a smaller one"
+            )
+        sample_ids = tuple(sample for g in answer["groups"] for sample in g["samples"])
+        payloads = await self._payloads(sample_ids)
         if None in payloads.values():
             raise LeaseLostError(f"batch {answer['batch']}: the lease was lost")
         groups = tuple((g["name"], tuple(payloads[sample] for sample in g["samples"])) for g in answer["groups"])
-        return GrantedBatch(answer["batch"], answer["attempt"], groups, answer["cursor"]), False
+        return GrantedBatch(answer["batch"], answer["attempt"], groups, sample_ids, answer["cursor"]), False
 
     async def return_batch(self, request_id: str, batch: int, attempt: int) -> None:
         """Give a leased batch back. Raises LeaseLostError when the lease is not held."""
         await self._move("return_batch", request_id, batch=batch, attempt=attempt)
 
-    async def put_train_batch(self, request_id: str, batch: int, attempt: int, payload: bytes) -> None:
-        """Store a train batch and acknowledge its batch. Raises LeaseLostError when the lease is not held."""
-        await self._move("put_train_batch", request_id, payload, batch=batch, attempt=attempt)
+    async def put_train_batch(
+        self, request_id: str, batch: int, attempt: int, sample_ids: Sequence[str], payload: bytes
+    ) -> None:
+        """Store a train batch and acknowledge its batch, which holds `sample_ids`.
+
+        Raises LeaseLostError when the lease is not held, or when the ledger's batch of that number holds other samples.
+        """
+        pieces = [payload[i : i + PIECE_BYTES] for i in range(0, len(payload), PIECE_BYTES)] or [b""]
+        staged = f"tb:{batch}:{uuid4().hex}"
+        for number, piece in enumerate(pieces[:-1]):
+            await self._stage(staged, number, piece)
+        await self._move(
+            "put_train_batch",
+            request_id,
+            pieces[-1],
+            batch=batch,
+            attempt=attempt,
+            ids=" ".join(sample_ids),
+            staged=staged,
+            pieces=len(pieces),
+            bytes=len(payload),
+        )
 
     async def lease_train_batch(self, step: int, incarnation: int) -> tuple[bytes | None, bool]:
         """The train batch of `step`; also tells whether none can come any more. Raises LeaseLostError."""
         answer = await self._move("lease_train_batch", step=step, incarnation=incarnation)
-        found: Any = await self._redis.get(f"{self._prefix}tb:{step}") if answer["found"] else None
-        return found, answer["exhausted"]
+        pieces = [await self._piece(step, number) for number in range(answer["pieces"])]
+        return b"".join(pieces) if pieces else None, answer["exhausted"]
 
-    async def ack_train_batch(self, step: int, incarnation: int) -> None:
-        """Count the samples of `step` as trained, once. Raises LeaseLostError when fenced off."""
-        await self._move("ack_train_batch", step=step, incarnation=incarnation)
+    async def ack_train_batch(self, step: int, incarnation: int, sample_ids: Sequence[str]) -> None:
+        """Count the samples of `step` as trained, once.
+
+        Raises LeaseLostError when fenced off, or when the ledger has another step next or other samples in it: it has
+        lost writes, and the trainer is to resume from a checkpoint.
+        """
+        await self._move("ack_train_batch", step=step, incarnation=incarnation, ids=" ".join(sample_ids))
 
     async def commit_checkpoint(self, steps: int, incarnation: int) -> None:
         """Delete the train batches of the first `steps` steps. Raises LeaseLostError when fenced off."""
@@ -274,9 +341,89 @@ class Ledger:
         """Payloads of all produced samples (of a validation round, which forms no batches)."""
         state = await self.state()
         pipeline = self._redis.pipeline(transaction=False)
-        for group in range(state["first_group"], state["next_group"]):
+        for group in await self._group_ids(state["first_group"], state["next_group"] - 1):
             pipeline.hvals(f"{self._prefix}t:{group}")
         return [payload for values in await pipeline.execute() for payload in values]
+
+    async def sample(self, sample_id: str) -> tuple[SampleRecord, bytes | None]:
+        """What is known of a sample, and its payload while it is held. Raises NotFoundError."""
+        if not SAMPLE_ID.fullmatch(sample_id):
+            raise NotFoundError(f"sample_id: {sample_id!r}; a sample id, as '17.0', is needed")
+        group, _, k = sample_id.partition(".")
+        records = await self._records([group])
+        found = next((record for record in records if record.sample_id == sample_id), None)
+        if found is None:
+            raise NotFoundError(f"sample_id: {sample_id!r}: no such sample was granted")
+        payload: Any = await self._redis.hget(f"{self._prefix}t:{group}", k)
+        return found, payload
+
+    async def samples(self, first_group: int, most: int) -> tuple[list[SampleRecord], int | None]:
+        """Records of all samples from group number `first_group` on, `most` or a group more; and where to go on."""
+        records: list[SampleRecord] = []
+        while len(records) < most:
+            last = first_group + math.ceil((most - len(records)) / self.rules.samples_per_task) - 1
+            groups = await self._group_ids(first_group, last)
+            if not groups:
+                return records, None
+            records += await self._records(groups)
+            first_group += len(groups)
+        return records, first_group
+
+    async def audit(self) -> Audit:
+        """Count everything again from its records; says what contradicts what."""
+        history = await self._history()
+        settled = set(history)
+        answer = await self._move("group_ids", first=0, last=2**53)
+        live = [group for group in answer["groups"] or () if group not in settled]
+        snapshot = await self._move("snapshot", groups=live, first=answer["next_group"])
+        # What has settled between the two reads is in neither: its record is there now, and never changes.
+        missed = set(live) - {group[0] for group in snapshot["groups"]}
+        history |= await self._history(missed)
+        return audit(snapshot, history, await self._sizes())
+
+    async def _records(self, groups: Sequence[str]) -> list[SampleRecord]:
+        """In two reads, the living first: what has settled in between is found by the second."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for group in groups:
+            pipeline.hgetall(f"{self._prefix}g:{group}")
+        rows = dict(zip(groups, await pipeline.execute(), strict=True))
+        history = await self._history([group for group in groups if not rows[group]])
+        state = await self.state()
+        found = {group: live_rows(rows[group]) for group in groups if rows[group]}
+        found |= {group: settled_rows(record) for group, record in history.items()}
+        return [_record(f"{group}.{k}", row, state) for group in groups for k, row in enumerate(found.get(group, ()))]
+
+    async def _group_ids(self, first: int, last: int) -> list[str]:
+        return (await self._move("group_ids", first=first, last=last))["groups"] or []
+
+    async def _history(self, groups: Collection[str] | None = None) -> dict[str, str]:
+        """Where the samples of settled groups went, by group; of all when `groups` is None."""
+        if groups is None:
+            next_group = (await self.state())["next_group"]
+            keys = list(range(next_group // HISTORY_GROUPS + 1))
+        else:
+            keys = sorted({int(group.partition("-")[0]) // HISTORY_GROUPS for group in groups})
+        pipeline = self._redis.pipeline(transaction=False)
+        for number in keys:
+            pipeline.hgetall(f"{self._prefix}done:{number}")
+        found = {k.decode(): v.decode() for packed in await pipeline.execute() for k, v in packed.items()}
+        return found if groups is None else {group: found[group] for group in groups if group in found}
+
+    async def _sizes(self) -> dict[int, int]:
+        found: Any = await self._redis.hgetall(f"{self._prefix}sizes")
+        return {int(batch): int(size) for batch, size in found.items()}
+
+    async def _stage(self, name: str, number: int, piece: bytes) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hset(self._prefix + name, str(number), piece)
+        pipeline.expire(self._prefix + name, STAGED_SECONDS)
+        await pipeline.execute()
+
+    async def _piece(self, step: int, number: int) -> bytes:
+        piece: Any = await self._redis.hget(f"{self._prefix}tb:{step}", str(number))
+        if piece is None:
+            raise LeaseLostError(f"step {step}: its train batch is gone; a committed checkpoint contains it")
+        return bytes(piece)
 
     async def _payloads(self, sample_ids: Sequence[str]) -> dict[str, bytes]:
         by_group: defaultdict[str, list[str]] = defaultdict(list)
@@ -291,9 +438,24 @@ class Ledger:
 
     async def _move(self, name: str, request_id: str = "", *payloads: bytes, **arguments: Any) -> dict[str, Any]:
         now = "" if self._clock is None else repr(self._clock())
-        encoded = json.dumps(self._constant | arguments)
+        encoded = f"{self._constant}, {json.dumps(arguments)[1:]}" if arguments else self._constant + "}"
         raw = await self._script(keys=[self._prefix], args=[name, now, request_id, encoded, *payloads])
         answer: dict[str, Any] = json.loads(raw)
         if "error" in answer:
-            raise error_class(answer["status"])(answer["error"])
+            raise error_class(answer["status"])(answer["error"], retry_after_seconds=answer.get("retry_after"))
         return answer
+
+
+def _record(sample_id: str, row: str, state: LedgerState) -> SampleRecord:
+    """The record of a row "state:attempt:failures", or of a state alone."""
+    name, _, rest = row.partition(":")
+    attempt = int(rest.partition(":")[0] or 0)
+    if name.startswith("-"):
+        return SampleRecord(sample_id, "dropped", attempt, drop_reason=name[1:])
+    if not name[1:].isdecimal():
+        return SampleRecord(sample_id, name, attempt)
+    batch = int(name[1:])
+    reached = (
+        "durable" if batch < state["durable_steps"] else "trained" if batch < state["trained_steps"] else "batched"
+    )
+    return SampleRecord(sample_id, reached, attempt, batch)

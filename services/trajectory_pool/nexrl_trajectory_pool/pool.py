@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
 from nexrl.datasets import Task, TaskSource
-from nexrl.errors import InvalidArgumentError, NotFoundError
+from nexrl.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from nexrl.spec import ExperimentSpec
 from nexrl.spec.experiment import ModelSpec
 from nexrl.store import Redis, key_prefix
@@ -102,7 +103,7 @@ class Pool:
         return await self.wakeups.until("tasks", attempt, wait_seconds)
 
     async def lease_batch(
-        self, request_id: str, batch_size: int, lease_seconds: float, wait_seconds: float
+        self, request_id: str, batch_size: int, lease_seconds: float, wait_seconds: float, worker: str = ""
     ) -> tuple[GrantedBatch | None, bool]:
         """Lease a batch, waiting until one is ready; also tells whether none can come any more."""
         if batch_size < 0:
@@ -110,10 +111,10 @@ class Pool:
         seconds = self.lease_seconds(lease_seconds) if lease_seconds else BATCH_LEASE_SECONDS
 
         async def attempt() -> tuple[tuple[GrantedBatch | None, bool], bool]:
-            batch, exhausted = await self.training.lease_batch(request_id, seconds, batch_size)
+            batch, exhausted = await self.training.lease_batch(request_id, seconds, batch_size, worker)
             return (batch, exhausted), batch is not None or exhausted
 
-        return await self.wakeups.until("batch", attempt, wait_seconds)
+        return await self.wakeups.until("batch", attempt, wait_seconds, kind=batch_size)
 
     async def lease_train_batch(self, step: int, incarnation: int, wait_seconds: float) -> tuple[bytes | None, bool]:
         """The train batch of `step`, waiting until it is there; also tells whether none can come any more."""
@@ -122,7 +123,7 @@ class Pool:
             payload, exhausted = await self.training.lease_train_batch(step, incarnation)
             return (payload, exhausted), payload is not None or exhausted
 
-        return await self.wakeups.until("train", attempt, wait_seconds)
+        return await self.wakeups.until("train", attempt, wait_seconds, kind=(step, incarnation))
 
     async def start_validation(self, version: int) -> int:
         """Begin a round; gives its number of samples. Raises FailedPreconditionError while another round runs."""
@@ -142,7 +143,7 @@ class Pool:
                 return (False, [], 0), False
             return (True, await self.validation.produced(), sum(state.dropped.values())), True
 
-        return await self.wakeups.until("ended", attempt, wait_seconds)
+        return await self.wakeups.until("ended", attempt, wait_seconds, kind=version)
 
     async def end_validation(self, version: int) -> None:
         """End the round and grant training samples again."""
@@ -152,7 +153,9 @@ class Pool:
     async def expire_leases(self) -> None:
         """Take back leases as they run out, for as long as the task lives."""
         while True:
-            due = [await self.training.expire(), await self.validation.expire()]
+            due: list[float | None] = []
+            with suppress(UnavailableError):  # a Redis that is away expires nothing, and comes back
+                due = [await self.training.expire(), await self.validation.expire()]
             # A lease may be granted while this sleeps, and may be short: hence the bound.
             await asyncio.sleep(min([MAX_SLEEP_SECONDS, *(d for d in due if d is not None)]))
 
@@ -191,6 +194,7 @@ def training_rules(spec: ExperimentSpec, source: TaskSource) -> LedgerRules:
         release_incomplete=pool.incomplete_groups == "release",
         max_attempts=spec.rollout.max_attempts,
         max_queued=spec.train_batch_pool.max_queued,
+        max_payload_bytes=pool.max_payload_bytes,
         total_steps=spec.trainer.steps,
         needs_size=pool.readiness != "loaded_batch_finished",
         needs_idle=pool.readiness != "batch_size",

@@ -2,11 +2,18 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
 
 from nexrl.errors import InvalidArgumentError, Violation
+from nexrl.v1 import packed_pb2 as packed_pb
 from nexrl.v1 import trajectory_pb2 as pb
-from nexrl_trajectory_pool.ledger import ProducedSample
+from nexrl_trajectory_pool.ledger import SAMPLE_ID, ProducedSample
 from nexrl_trajectory_pool.pool import group_key
+from nexrl_trajectory_pool.quick_check import are_good
+
+ResultT = TypeVar("ResultT", packed_pb.PackedSampleResult, pb.SampleResult)
 
 SCORED = (pb.VERDICT_OK, pb.VERDICT_TRUNCATED)
 FAILED = (pb.VERDICT_ENV_ERROR, pb.VERDICT_REWARD_ERROR, pb.VERDICT_TIMEOUT, pb.VERDICT_CANCELLED_STALE)
@@ -15,47 +22,68 @@ MAX_VIOLATIONS_SHOWN = 10
 
 
 def produced_samples(
-    results: Sequence[pb.SampleResult], key_list: Sequence[str] | None, vocabulary_size: int | None = None
+    payloads: Sequence[bytes], key_list: Sequence[str] | None, vocabulary_size: int | None = None
 ) -> list[ProducedSample]:
-    """The results for the ledger; `key_list` None forms no groups (validation).
+    """The results for the ledger, each from the bytes of a SampleResult; `key_list` None forms no groups (validation).
 
     Raises InvalidArgumentError that names every field that is wrong; nothing is stored then.
     """
-    violations = [v for i, result in enumerate(results) for v in _violations(f"results[{i}]", result, key_list or ())]
-    if vocabulary_size is not None:
-        violations += _foreign_tokens(results, vocabulary_size)
+    results = [_parsed(i, payload, packed_pb.PackedSampleResult) for i, payload in enumerate(payloads)]
+    violations = [
+        violation
+        for i, (result, payload) in enumerate(zip(results, payloads, strict=True))
+        for violation in _violations(f"results[{i}]", result, len(payload), key_list or ())
+    ]
+    if not are_good([trajectory for result in results for trajectory in result.trajectories], vocabulary_size):
+        unpacked = [_parsed(i, payload, pb.SampleResult) for i, payload in enumerate(payloads)]
+        violations += _token_violations(unpacked, vocabulary_size)
     if violations:
         raise InvalidArgumentError("; ".join(map(str, violations[:MAX_VIOLATIONS_SHOWN])), violations=violations)
-    return [_produced(result, key_list) for result in results]
+    return [_produced(result, payload, key_list) for result, payload in zip(results, payloads, strict=True)]
 
 
-def _produced(result: pb.SampleResult, key_list: Sequence[str] | None) -> ProducedSample:
+def _parsed(index: int, payload: bytes, kind: type[ResultT]) -> ResultT:
+    try:
+        return kind.FromString(payload)
+    except DecodeError as error:
+        violation = Violation(f"results[{index}]", f"no SampleResult: {error}")
+        raise InvalidArgumentError(str(violation), violations=[violation]) from None
+
+
+def _produced(result: packed_pb.PackedSampleResult, payload: bytes, key_list: Sequence[str] | None) -> ProducedSample:
     if result.verdict not in SCORED:
         failure = pb.Verdict.Name(result.verdict).removeprefix("VERDICT_").lower()
         return ProducedSample(result.sample_id, result.attempt, failure=failure)
     oldest = min(span.policy_version for trajectory in result.trajectories for span in trajectory.spans)
     leaf = None if key_list is None else group_key(key_list, result.sample_id, result.trajectories[0].metadata)
-    return ProducedSample(result.sample_id, result.attempt, None, leaf, oldest, result.SerializeToString())
+    return ProducedSample(result.sample_id, result.attempt, None, leaf, oldest, payload)
 
 
-def _violations(path: str, result: pb.SampleResult, key_list: Sequence[str]) -> Iterator[Violation]:
-    group, dot, index = result.sample_id.partition(".")
-    if not (dot and group.isdecimal() and index.isdecimal()):
+def _violations(
+    path: str, result: packed_pb.PackedSampleResult, nbytes: int, key_list: Sequence[str]
+) -> Iterator[Violation]:
+    if not SAMPLE_ID.fullmatch(result.sample_id):
         yield Violation(f"{path}.sample_id", f"{result.sample_id!r}; a sample id from a lease is needed")
     if result.verdict not in SCORED + FAILED:
         yield Violation(f"{path}.verdict", "a verdict other than UNSPECIFIED and WORKER_LOST is needed")
-    if result.ByteSize() > MAX_SAMPLE_BYTES:
-        yield Violation(path, f"{result.ByteSize()} bytes; at most {MAX_SAMPLE_BYTES}")
+    if nbytes > MAX_SAMPLE_BYTES:
+        yield Violation(path, f"{nbytes} bytes; at most {MAX_SAMPLE_BYTES}")
     if result.verdict in SCORED and not result.trajectories:
         yield Violation(f"{path}.trajectories", "empty; a scored sample has at least one")
     if result.verdict not in SCORED and result.trajectories:
         yield Violation(f"{path}.trajectories", "a failed sample has none")
-    for i, trajectory in enumerate(result.trajectories):
-        yield from _trajectory_violations(f"{path}.trajectories[{i}]", trajectory)
     # The first trajectory decides the group.
     for key in key_list if result.trajectories else ():
         if key != "task_id" and key not in result.trajectories[0].metadata:
             yield Violation(f"{path}.trajectories[0].metadata", f"lacks {key!r}; trajectoryPool.keyList groups by it")
+
+
+def _token_violations(results: Sequence[pb.SampleResult], vocabulary_size: int | None) -> Iterator[Violation]:
+    for index, result in enumerate(results):
+        for i, trajectory in enumerate(result.trajectories):
+            yield from _trajectory_violations(f"results[{index}].trajectories[{i}]", trajectory)
+    if vocabulary_size is not None:
+        yield from _foreign_tokens(results, vocabulary_size)
 
 
 def _foreign_tokens(results: Sequence[pb.SampleResult], vocabulary_size: int) -> Iterator[Violation]:

@@ -1,10 +1,12 @@
 """Starts the trajectory pool: data loader, trajectory pool, train batch pool and validator over one Redis."""
 
 import asyncio
+from contextlib import suppress
 
 from prometheus_client import Gauge
 
 from nexrl.datasets import open_datasets
+from nexrl.errors import UnavailableError
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.store import connect_redis
 from nexrl.v1.data_loader_service_pb2_grpc import add_DataLoaderServiceServicer_to_server
@@ -18,6 +20,7 @@ from nexrl_trajectory_pool.service import (
     TrainBatchPoolServicer,
     TrajectoryPoolServicer,
     ValidatorServicer,
+    serve_packed,
 )
 
 METRICS_SECONDS = 1.0
@@ -26,6 +29,8 @@ SAMPLES = Gauge("nexrl_pool_samples", "Samples in the ledger, by state.", ["mode
 DROPPED = Gauge("nexrl_pool_dropped_samples", "Samples dropped, by reason.", ["model_tag", "reason"])
 CREDIT = Gauge("nexrl_pool_credits_available", "Samples that may be granted now.", ["model_tag"])
 IMBALANCE = Gauge("nexrl_ledger_imbalance", "granted - trained - dropped - in flight; 0 or wrong.", ["model_tag"])
+PAYLOAD = Gauge("nexrl_pool_payload_bytes", "Trajectories, train batches and added tasks in Redis.", ["model_tag"])
+EVENTS = Gauge("nexrl_ledger_events", "What the ledger met since the experiment began.", ["model_tag", "event"])
 STATES = ("granted", "open", "leased", "grouping", "ready", "batched", "trained", "durable")
 
 
@@ -43,15 +48,16 @@ async def start(process: ServiceProcess) -> None:
     pool = Pool(redis, experiment.metadata.name, experiment.spec, datasets.train, datasets.validation)
     pools = Pools({pool.tag: pool})
     process.add(add_DataLoaderServiceServicer_to_server, DataLoaderServicer(pools), "nexrl.v1.DataLoaderService")
-    process.add(
-        add_TrajectoryPoolServiceServicer_to_server, TrajectoryPoolServicer(pools), "nexrl.v1.TrajectoryPoolService"
-    )
+    trajectory_pool, validator = TrajectoryPoolServicer(pools), ValidatorServicer(pools)
+    process.add(add_TrajectoryPoolServiceServicer_to_server, trajectory_pool, "nexrl.v1.TrajectoryPoolService")
     process.add(
         add_TrainBatchPoolServiceServicer_to_server, TrainBatchPoolServicer(pools), "nexrl.v1.TrainBatchPoolService"
     )
-    process.add(add_ValidatorServiceServicer_to_server, ValidatorServicer(pools), "nexrl.v1.ValidatorService")
+    process.add(add_ValidatorServiceServicer_to_server, validator, "nexrl.v1.ValidatorService")
+    serve_packed(process.server, trajectory_pool, validator)
     process.spawn(pool.wakeups.listen())
-    process.spawn(pool.expire_leases())
+    if not process.settings.read_only:
+        process.spawn(pool.expire_leases())
     process.spawn(measure(pool))
     await process.set_ready()
 
@@ -59,11 +65,19 @@ async def start(process: ServiceProcess) -> None:
 async def measure(pool: Pool) -> None:
     """Keep the Prometheus gauges true, for as long as the task lives."""
     while True:
-        state = await pool.training.state()
-        for name in STATES:
-            SAMPLES.labels(pool.tag, name).set(state[name])
-        for reason, samples in state.dropped.items():
-            DROPPED.labels(pool.tag, reason).set(samples)
-        CREDIT.labels(pool.tag).set(state.credit)
-        IMBALANCE.labels(pool.tag).set(state.imbalance)
+        with suppress(UnavailableError):  # the gauges stay as they were, and so does the process
+            await _measure(pool)
         await asyncio.sleep(METRICS_SECONDS)
+
+
+async def _measure(pool: Pool) -> None:
+    state = await pool.training.state()
+    for name in STATES:
+        SAMPLES.labels(pool.tag, name).set(state[name])
+    for reason, samples in state.dropped.items():
+        DROPPED.labels(pool.tag, reason).set(samples)
+    for event in ("lease_expired", "fenced_writes", "duplicates_rejected"):
+        EVENTS.labels(pool.tag, event).set(state[event])
+    PAYLOAD.labels(pool.tag).set(state["payload_bytes"])
+    CREDIT.labels(pool.tag).set(state.credit)
+    IMBALANCE.labels(pool.tag).set(state.imbalance)

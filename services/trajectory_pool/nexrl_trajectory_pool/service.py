@@ -7,6 +7,7 @@ import grpc
 
 from nexrl.errors import InvalidArgumentError, NotFoundError
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
+from nexrl.v1 import packed_pb2 as packed_pb
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
@@ -15,10 +16,15 @@ from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceServicer
 from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceServicer
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceServicer
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceServicer
-from nexrl_trajectory_pool.ledger import GrantedBatch
+from nexrl_trajectory_pool.audit import Audit
+from nexrl_trajectory_pool.ledger import GrantedBatch, SampleRecord
 from nexrl_trajectory_pool.pool import Lease, Pool
 from nexrl_trajectory_pool.results import produced_samples
 from nexrl_trajectory_pool.validation import validation_metrics
+
+MAX_FINDINGS = 1000
+DEFAULT_PAGE = 1000
+MAX_PAGE = 10_000
 
 WAITING = ("open", "leased", "grouping", "ready")
 """States of samples that are in no batch yet."""
@@ -40,6 +46,10 @@ class Pools:
     def all(self) -> list[Pool]:
         """Every pool."""
         return list(self._pools.values())
+
+    def named(self, tag: str) -> list[Pool]:
+        """The pool of `tag`; every pool when it is empty."""
+        return [self[tag]] if tag else self.all()
 
 
 class DataLoaderServicer(DataLoaderServiceServicer):
@@ -119,19 +129,23 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
-    async def PutSamples(self, request: pool_pb.PutSamplesRequest, context: Context) -> pool_pb.PutSamplesResponse:
+    async def PutSamples(  # type: ignore[override]  # the same bytes, see packed.proto
+        self, request: packed_pb.PackedPutSamplesRequest, context: Context
+    ) -> pool_pb.PutSamplesResponse:
         pool = self._pools[request.model_tag]
         results = produced_samples(request.results, pool.spec.trajectory_pool.key_list, pool.vocabulary_size)
         outcomes = await pool.training.put_samples(request.request_id, results)
         return pool_pb.PutSamplesResponse(outcomes=[pb.PutOutcome.Value(f"PUT_OUTCOME_{o}") for o in outcomes])
 
-    async def LeaseBatch(self, request: pool_pb.LeaseBatchRequest, context: Context) -> pool_pb.LeaseBatchResponse:
+    async def LeaseBatch(  # type: ignore[override]  # the same bytes, see packed.proto
+        self, request: pool_pb.LeaseBatchRequest, context: Context
+    ) -> packed_pb.PackedLeaseBatchResponse:
         pool = self._pools[request.model_tag] if request.model_tag else self._pools.all()[0]
         batch, exhausted = await pool.lease_batch(
-            request.request_id, request.batch_size, request.lease_seconds, request.wait_seconds
+            request.request_id, request.batch_size, request.lease_seconds, request.wait_seconds, request.worker_id
         )
         lease = None if batch is None else _batch_lease(pool.tag, batch)
-        return pool_pb.LeaseBatchResponse(lease=lease, exhausted=exhausted)
+        return packed_pb.PackedLeaseBatchResponse(lease=lease, exhausted=exhausted)
 
     async def ReturnBatch(self, request: pool_pb.ReturnBatchRequest, context: Context) -> pool_pb.ReturnBatchResponse:
         ledger = self._pools[request.model_tag].training
@@ -147,8 +161,26 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
     async def GetTrajectoryPoolState(
         self, request: pool_pb.GetTrajectoryPoolStateRequest, context: Context
     ) -> pool_pb.GetTrajectoryPoolStateResponse:
-        pools = [self._pools[request.model_tag]] if request.model_tag else self._pools.all()
+        pools = self._pools.named(request.model_tag)
         return pool_pb.GetTrajectoryPoolStateResponse(pools=[await pool_state(pool) for pool in pools])
+
+    async def AuditLedger(self, request: pool_pb.AuditLedgerRequest, context: Context) -> pool_pb.AuditLedgerResponse:
+        audits = [_audit(pool.tag, await pool.training.audit()) for pool in self._pools.named(request.model_tag)]
+        return pool_pb.AuditLedgerResponse(audits=audits)
+
+    async def GetSample(self, request: pool_pb.GetSampleRequest, context: Context) -> pool_pb.GetSampleResponse:
+        record, payload = await self._pools[request.model_tag].training.sample(request.sample_id)
+        result = None if payload is None else pb.SampleResult.FromString(payload)
+        return pool_pb.GetSampleResponse(record=_sample_record(record), result=result)
+
+    async def ListSamples(self, request: pool_pb.ListSamplesRequest, context: Context) -> pool_pb.ListSamplesResponse:
+        first_group = _page(request.page_token)
+        if not 0 <= request.page_size <= MAX_PAGE:
+            raise InvalidArgumentError(f"page_size: {request.page_size}; 0 to {MAX_PAGE}, 0 for {DEFAULT_PAGE}")
+        ledger = self._pools[request.model_tag].training
+        records, following = await ledger.samples(first_group, request.page_size or DEFAULT_PAGE)
+        token = "" if following is None else str(following)
+        return pool_pb.ListSamplesResponse(records=map(_sample_record, records), next_page_token=token)
 
 
 class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
@@ -163,7 +195,9 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
         batch = request.train_batch
         ledger = self._pools[batch.model_tag].training
         payload = batch.SerializeToString()
-        await ledger.put_train_batch(request.request_id, batch.batch_id, request.batch_attempt, payload)
+        await ledger.put_train_batch(
+            request.request_id, batch.batch_id, request.batch_attempt, batch.sample_ids, payload
+        )
         return train_pb.PutTrainBatchResponse()
 
     async def LeaseTrainBatch(
@@ -177,7 +211,9 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
     async def AckTrainBatch(
         self, request: train_pb.AckTrainBatchRequest, context: Context
     ) -> train_pb.AckTrainBatchResponse:
-        await self._pools[request.model_tag].training.ack_train_batch(request.step, request.incarnation)
+        await self._pools[request.model_tag].training.ack_train_batch(
+            request.step, request.incarnation, request.sample_ids
+        )
         return train_pb.AckTrainBatchResponse()
 
     async def CommitCheckpoint(
@@ -214,8 +250,8 @@ class ValidatorServicer(ValidatorServiceServicer):
         samples = await self._pools[request.model_tag].start_validation(request.policy_version)
         return validator_pb.StartValidationResponse(samples=samples)
 
-    async def PutValidationSamples(
-        self, request: validator_pb.PutValidationSamplesRequest, context: Context
+    async def PutValidationSamples(  # type: ignore[override]  # the same bytes, see packed.proto
+        self, request: packed_pb.PackedPutSamplesRequest, context: Context
     ) -> validator_pb.PutValidationSamplesResponse:
         ledger = self._pools[request.model_tag].validation
         outcomes = await ledger.put_samples(request.request_id, produced_samples(request.results, None))
@@ -238,6 +274,26 @@ class ValidatorServicer(ValidatorServiceServicer):
         return validator_pb.EndValidationResponse()
 
 
+def serve_packed(server: grpc.aio.Server, pool: TrajectoryPoolServicer, validator: ValidatorServicer) -> None:
+    """Serve the calls that carry trajectories, which stay the bytes that they are.
+
+    To be called after the generated functions, whose handlers of these methods it replaces.
+    """
+    put = grpc.unary_unary_rpc_method_handler(
+        pool.PutSamples, packed_pb.PackedPutSamplesRequest.FromString, pool_pb.PutSamplesResponse.SerializeToString
+    )
+    lease = grpc.unary_unary_rpc_method_handler(
+        pool.LeaseBatch, pool_pb.LeaseBatchRequest.FromString, packed_pb.PackedLeaseBatchResponse.SerializeToString
+    )
+    put_validation = grpc.unary_unary_rpc_method_handler(
+        validator.PutValidationSamples,
+        packed_pb.PackedPutSamplesRequest.FromString,
+        validator_pb.PutValidationSamplesResponse.SerializeToString,
+    )
+    server.add_registered_method_handlers("nexrl.v1.TrajectoryPoolService", {"PutSamples": put, "LeaseBatch": lease})
+    server.add_registered_method_handlers("nexrl.v1.ValidatorService", {"PutValidationSamples": put_validation})
+
+
 async def pool_state(pool: Pool) -> pool_pb.PoolState:
     """The training ledger's counters as a message."""
     state = await pool.training.state()
@@ -258,6 +314,33 @@ async def pool_state(pool: Pool) -> pool_pb.PoolState:
         trained=state["trained"],
         durable=state["durable"],
     )
+
+
+def _audit(tag: str, audit: Audit) -> pool_pb.LedgerAudit:
+    findings = [pool_pb.AuditFinding(subject=f.subject, problem=f.problem) for f in audit.findings[:MAX_FINDINGS]]
+    return pool_pb.LedgerAudit(
+        model_tag=tag,
+        samples=audit.samples,
+        dropped=audit.dropped,
+        findings=findings,
+        findings_total=len(audit.findings),
+    )
+
+
+def _sample_record(record: SampleRecord) -> pool_pb.SampleRecord:
+    return pool_pb.SampleRecord(
+        sample_id=record.sample_id,
+        state=pool_pb.SampleState.Value(f"SAMPLE_STATE_{record.state.upper()}"),
+        attempt=record.attempt,
+        batch_id=record.batch,
+        drop_reason=record.drop_reason,
+    )
+
+
+def _page(token: str) -> int:
+    if token and not token.isdecimal():
+        raise InvalidArgumentError(f"page_token: {token!r}; next_page_token of the page before, or empty")
+    return int(token or 0)
 
 
 def added_item(task: pb.Task) -> bytes:
@@ -294,11 +377,8 @@ def _task_lease(pool: Pool, lease: Lease, deadline: float) -> pb.TaskLease:
     )
 
 
-def _batch_lease(tag: str, batch: GrantedBatch) -> pool_pb.BatchLease:
-    groups = [
-        pb.Group(group_id=name, samples=[pb.SampleResult.FromString(payload) for payload in payloads])
-        for name, payloads in batch.groups
-    ]
-    return pool_pb.BatchLease(
+def _batch_lease(tag: str, batch: GrantedBatch) -> packed_pb.PackedBatchLease:
+    groups = [packed_pb.PackedGroup(group_id=name, samples=payloads) for name, payloads in batch.groups]
+    return packed_pb.PackedBatchLease(
         batch_id=batch.batch, attempt=batch.attempt, model_tag=tag, groups=groups, data_cursor=batch.data_cursor
     )

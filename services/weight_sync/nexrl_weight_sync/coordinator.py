@@ -3,7 +3,7 @@
 Nothing here waits, sends or reads a clock: the caller brings the time (`now`, monotonic seconds) and does what the
 answers say. What holds at every moment:
   - a replica is ready only when the version and digest that it holds are the committed ones;
-  - the committed version and the epoch never go back;
+  - the epoch never goes back, nor does the committed version, except where the trainer's ledger has (`forget_above`);
   - at most one sync is on, it has a deadline, and so has a validation hold: `next_deadline` and `expire` end them.
 """
 
@@ -247,6 +247,18 @@ class Coordinator:
         self._offered_version = weights.policy_version
         return has_changed
 
+    def forget_above(self, newest_version: int) -> bool:
+        """Forget a committed version above `newest_version`: the ledger has lost the steps that led to it.
+
+        No trainer can make it any more, and replicas that still serve it are not ready. True when there is one.
+        """
+        if self._committed.policy_version <= newest_version:
+            return False
+        if self._progress is not None:
+            self._end(Cause.SUPERSEDED, "what the trainer's ledger has lost is forgotten")
+        self._committed, self._offered_version, self._held_version = Weights(), NO_VERSION, NO_VERSION
+        return True
+
     def waiting_on(self, weights: Weights) -> str:
         """Why a sync of `weights` cannot begin: "validation" or "replicas"; empty when it can.
 
@@ -361,7 +373,8 @@ class Coordinator:
     def _regroup(self, open_epoch: int) -> None:
         members = tuple((member.replica_id, member.serial) for member in self.members)
         if members != self._group.members or open_epoch != self._group.epoch or not self._group.is_intact:
-            self._group = _Group(self._group.epoch + 1, members)
+            # The trainer's may be the later one, if Redis has lost what was stored last: no epoch serves two groups.
+            self._group = _Group(max(self._group.epoch, open_epoch) + 1, members)
 
     def _still_here(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
         return tuple(member for member in members if _is_among(member, self.members))

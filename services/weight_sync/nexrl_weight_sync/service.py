@@ -54,10 +54,9 @@ class WeightSyncServicer(WeightSyncServiceServicer):
 
     async def PrepareSync(self, request: pb.PrepareSyncRequest, context: Context) -> pb.PrepareSyncResponse:
         self._require_tag(request.model_tag)
-        if not request.request_id:
-            raise InvalidArgumentError("request_id: must be set")
         manifest = manifest_from_wire(request.manifest)
-        offer = Offer(request.request_id, manifest, request.host, request.port, request.open_epoch)
+        newest_version = request.newest_version if request.HasField("newest_version") else None
+        offer = Offer(request.request_id, manifest, request.host, request.port, request.open_epoch, newest_version)
         sync = await self._weight_sync.prepare(offer, request.wait_seconds)
         if isinstance(sync, str):
             return pb.PrepareSyncResponse(waiting_on=sync)

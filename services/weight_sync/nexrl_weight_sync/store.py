@@ -13,7 +13,7 @@ from nexrl_weight_sync.coordinator import NO_VERSION, Replica, State, Weights
 _SAVE = """
 local version = tonumber(redis.call('HGET', KEYS[1], 'committed_version') or '-1')
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
-if version > tonumber(ARGV[1]) or epoch > tonumber(ARGV[3]) then return 0 end
+if (version > tonumber(ARGV[1]) and ARGV[6] == '0') or epoch > tonumber(ARGV[3]) then return 0 end
 redis.call('HSET', KEYS[1], 'committed_version', ARGV[1], 'digest', ARGV[2], 'epoch', ARGV[3], 'held_version', ARGV[4],
   'replicas', ARGV[5])
 return 1
@@ -44,8 +44,11 @@ class WeightSyncStore:
             ),
         )
 
-    async def save(self, state: State) -> None:
-        """Store `state`. Raises FailedPreconditionError when a newer one is stored, UnavailableError without Redis."""
+    async def save(self, state: State, *, forgets: bool = False) -> None:
+        """Store `state`, with a lower version than the stored one only if it `forgets`.
+
+        Raises FailedPreconditionError when a newer one is stored, UnavailableError without Redis.
+        """
         replicas = json.dumps([[replica.replica_id, replica.address, replica.http_url] for replica in state.replicas])
         committed = state.committed
         arguments: list[str | int] = [
@@ -54,6 +57,7 @@ class WeightSyncStore:
             state.epoch,
             state.held_version,
             replicas,
+            int(forgets),
         ]
         try:
             is_saved = await self._save(keys=[self._key], args=arguments)

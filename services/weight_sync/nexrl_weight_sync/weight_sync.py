@@ -17,6 +17,9 @@ from nexrl_weight_sync.store import WeightSyncStore
 
 log = logging.getLogger(__name__)
 
+REPEAT_SECONDS = 5.0
+"""Time after which the committed version is told again."""
+
 Clock = Callable[[], float]
 
 
@@ -29,6 +32,8 @@ class Offer:
     host: str
     port: int
     open_epoch: int
+    newest_version: int | None = None
+    """After a resume: the newest version that the trainer's ledger can lead to."""
 
     @property
     def weights(self) -> Weights:
@@ -116,6 +121,9 @@ class WeightSync:
         Raises LeaseLostError for a version older than the committed one.
         """
         began = self._clock()
+        if offer.newest_version is not None and self._coordinator.forget_above(offer.newest_version):
+            log.warning("the ledger leads to version %d only: later ones are forgotten", offer.newest_version)
+            await self._settle()
         if self._coordinator.offer(offer.weights):
             self._change.notify()
         if not await self._change.until(lambda: not self._coordinator.waiting_on(offer.weights), wait_seconds):
@@ -174,12 +182,13 @@ class WeightSync:
                 await self._settle()
 
     async def announce(self, tell: Callable[[int], Awaitable[None]]) -> None:
-        """`tell` the committed version, and each later one, for as long as the task lives."""
-        told = NO_VERSION
-        while await self._change.until(lambda told=told: self._coordinator.committed.policy_version != told):  # type: ignore[misc]
-            policy_version = self._coordinator.committed.policy_version
-            await tell(policy_version)
-            told = policy_version
+        """`tell` each committed version at once, and the newest every few seconds, for as long as the task lives."""
+        while not self._change.is_closed:
+            told = self._coordinator.committed.policy_version
+            if told != NO_VERSION:
+                await tell(told)
+            # Again: a Redis that lost its last writes, as one that failed over may, has forgotten what it was told.
+            await self._change.until(lambda: self._coordinator.committed.policy_version != told, REPEAT_SECONDS)  # noqa: B023
 
     async def stop(self) -> None:
         """End all waits, and the replicas' part of a sync that is on."""
@@ -275,7 +284,8 @@ class WeightSync:
             if committed is not None:
                 state = replace(state, committed=committed)
             if state != self._saved:
-                await self._store.save(state)
+                forgets = state.committed.policy_version < self._saved.committed.policy_version
+                await self._store.save(state, forgets=forgets)
                 self._saved = state
 
     def _drop_transfer(self) -> None:

@@ -3,7 +3,7 @@
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from nexrl.errors import FailedPreconditionError
 from nexrl.local.child import Command
 from nexrl.local.redis_server import redis_command
-from nexrl.local.run_folder import RunFolder
+from nexrl.local.run_folder import EXPERIMENT_FILE, RunFolder
 from nexrl.spec import Experiment
 
 LOOPBACK = "127.0.0.1"
@@ -30,6 +30,14 @@ class Addresses:
     def trajectory_pool(self) -> str:
         """All pool processes, as one gRPC target."""
         return "ipv4:" + ",".join(self.trajectory_pools)
+
+    def endpoints(self) -> Mapping[str, str]:
+        """What commands look for in a run that is on."""
+        return {
+            "controller": self.controller,
+            "trajectory_pool": self.trajectory_pool,
+            "weight_sync": self.weight_sync,
+        }
 
 
 def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addresses, Path | None]:
@@ -92,17 +100,26 @@ def _commands(
     for role, addresses_of_role in listens.items():
         for number, listen in enumerate(addresses_of_role):
             name = role if len(addresses_of_role) == 1 and role not in ("inference", "rollout") else f"{role}-{number}"
-            environment = {
-                "NEXRL_EXPERIMENT_FILE": str(folder.experiment_file),
-                "NEXRL_RUN_DIR": str(folder.path),
-                "NEXRL_INSTANCE": name,
-                "NEXRL_LISTEN": listen,
-                "NEXRL_REDIS_URL": addresses.redis_url,
-                "NEXRL_CONTROLLER": addresses.controller if role != "controller" else "",
-                "NEXRL_TRAJECTORY_POOL": addresses.trajectory_pool,
-                "NEXRL_WEIGHT_SYNC": addresses.weight_sync,
-                "OMP_NUM_THREADS": str(threads.get(role, 1)),
-                "TOKENIZERS_PARALLELISM": "false",
-                "HF_HUB_OFFLINE": "1",
+            settings = {
+                "LISTEN": listen,
+                "REDIS_URL": addresses.redis_url,
+                "REDIS_IS_PRIVATE": str(redis_socket is not None),
+                "CONTROLLER": addresses.controller if role != "controller" else "",
+                "TRAJECTORY_POOL": addresses.trajectory_pool,
+                "WEIGHT_SYNC": addresses.weight_sync,
             }
-            yield Command(name, [sys.executable, "-m", "nexrl.cli", "serve", role], environment)
+            yield service_command(role, name, folder.path, settings, threads.get(role, 1))
+
+
+def service_command(role: str, name: str, run: Path, settings: Mapping[str, str], threads: int = 1) -> Command:
+    """One service of the run in folder `run`; `settings` are those of nexrl.settings that a run decides."""
+    environment = {
+        "NEXRL_EXPERIMENT_FILE": str(run / EXPERIMENT_FILE),
+        "NEXRL_RUN_DIR": str(run),
+        "NEXRL_INSTANCE": name,
+        **{f"NEXRL_{key}": value for key, value in settings.items()},
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Command(name, [sys.executable, "-m", "nexrl.cli", "serve", role], environment)

@@ -6,7 +6,6 @@ follows it. It keeps no state that matters: killed at any moment, its children e
 
 import asyncio
 import contextlib
-import json
 import logging
 import shutil
 import signal
@@ -24,7 +23,7 @@ from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.ownership import owned
 from nexrl.local.report import write_report
-from nexrl.local.run_folder import RunFolder
+from nexrl.local.run_folder import ENDPOINTS_FILE, RunFolder, endpoint
 from nexrl.local.view import RunView
 from nexrl.rpc.client import call, connect, new_request_id, watch
 from nexrl.spec import Experiment, load_experiment
@@ -143,7 +142,7 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupted.set)
-        self._folder.write_json("endpoints.json", {"controller": self._addresses.controller})
+        self._folder.write_json(ENDPOINTS_FILE, self._addresses.endpoints())
         async with connect(self._addresses.controller) as controller, connect(self._addresses.trajectory_pool) as pool:
             supervisors: list[asyncio.Task[None]] = []
             try:
@@ -248,4 +247,4 @@ async def _show_details(pool: grpc.aio.Channel, controller: grpc.aio.Channel, vi
 
 def controller_address(run: Path) -> str:
     """Address of the controller of the run in folder `run`."""
-    return str(json.loads((run / "endpoints.json").read_text())["controller"])
+    return endpoint(run, "controller")

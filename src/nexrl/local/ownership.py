@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 
 from nexrl.errors import AlreadyExistsError
-from nexrl.store import connect_redis, key_prefix
+from nexrl.store import connect_redis, owner_key
 
 OWNER_SECONDS = 15
 """Time after which the name of a launcher that was killed is free again."""
@@ -16,7 +16,7 @@ OWNER_SECONDS = 15
 @contextlib.asynccontextmanager
 async def owned(url: str, experiment: str) -> AsyncIterator[None]:
     """Own the experiment's name in this Redis while the block runs. Raises AlreadyExistsError while another does."""
-    key = key_prefix(experiment, "launcher") + "owner"
+    key = owner_key(experiment)
     async with contextlib.aclosing(await connect_redis(url)) as connection:
         if not await connection.set(key, f"{socket.gethostname()}:{os.getpid()}", nx=True, ex=OWNER_SECONDS):
             owner = str(await connection.get(key))

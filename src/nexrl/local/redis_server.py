@@ -2,9 +2,11 @@
 
 import importlib
 import shutil
+import sys
 from pathlib import Path
 
 from nexrl.errors import FailedPreconditionError
+from nexrl.local import append_only_file
 
 
 def redis_server_path() -> str:
@@ -24,6 +26,7 @@ def redis_server_path() -> str:
 def redis_command(folder: Path, socket: Path) -> list[str]:
     """Command line of a server that listens on the Unix socket only and keeps an append-only file in `folder`."""
     return [
+        *(sys.executable, "-I", "-S", append_only_file.__file__, str(folder)),
         redis_server_path(),
         *("--port", "0"),
         *("--unixsocket", str(socket)),

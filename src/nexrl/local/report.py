@@ -1,5 +1,6 @@
 """What a run leaves for people: summary.json, reward.png, and the table of before and after."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -23,9 +24,12 @@ def write_report(folder: RunFolder, experiment: Experiment, children: Sequence[C
     """Write the summary and the picture, and print before and after."""
     metrics = folder.metrics()
     steps = [line for line in metrics if "reward_mean" in line]
+    began = time.time() - wall_seconds
     summary = summarize(metrics, steps) | {
         "name": experiment.metadata.name,
         "wall_seconds": round(wall_seconds, 2),
+        # A run that goes on has steps from before its pause.
+        "samples_per_second": samples_per_second([line for line in steps if line["time"] >= began]),
         "processes": [child.name for child in children],
     }
     folder.write_json("summary.json", summary)

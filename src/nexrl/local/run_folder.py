@@ -7,8 +7,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nexrl.errors import AlreadyExistsError, InvalidArgumentError
+from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from nexrl.spec import Experiment, dump_resolved, load_resolved
+
+EXPERIMENT_FILE = "experiment.yaml"
+ENDPOINTS_FILE = "endpoints.json"
+
+
+def is_on(run: Path) -> bool:
+    """True while a launcher works in the folder `run`."""
+    try:
+        lock = _lock_path(run.resolve()).open()
+    except FileNotFoundError:
+        return False
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def experiment_of(run: Path) -> Experiment:
+    """The resolved experiment of the run in folder `run`. Raises NotFoundError for a folder that is none."""
+    path = run / EXPERIMENT_FILE
+    if not path.is_file():
+        raise NotFoundError(f"{run}: not the folder of a run; it has no {EXPERIMENT_FILE}")
+    return load_resolved(path)
+
+
+def is_put_aside(run: Path) -> bool:
+    """True when a later run of its name has taken its place."""
+    return run.resolve().name != experiment_of(run).metadata.name
+
+
+def endpoint(run: Path, service: str) -> str:
+    """Address of a service of the run in folder `run`, as its launcher wrote it down. Raises NotFoundError before."""
+    try:
+        return str(json.loads((run / ENDPOINTS_FILE).read_text())[service])
+    except FileNotFoundError:
+        raise NotFoundError(f"{run}: no {ENDPOINTS_FILE} there; this is no run, or one that is just starting") from None
 
 
 class RunFolder:
@@ -21,7 +59,7 @@ class RunFolder:
         """
         self.path = (root / experiment.metadata.name).resolve()
         root.mkdir(parents=True, exist_ok=True)
-        self._lock = (root / f".{experiment.metadata.name}.lock").open("w")
+        self._lock = _lock_path(self.path).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -62,7 +100,7 @@ class RunFolder:
     @property
     def experiment_file(self) -> Path:
         """The resolved experiment."""
-        return self.path / "experiment.yaml"
+        return self.path / EXPERIMENT_FILE
 
     @property
     def logs(self) -> Path:
@@ -86,3 +124,8 @@ class RunFolder:
             is_training = "reward_mean" in values or "reward_mean" not in line
             line.update(values, time=values["time"] if is_training else line["time"])
         return [by_step[step] for step in sorted(by_step)]
+
+
+def _lock_path(run: Path) -> Path:
+    """Beside the folder, not in it: a new run puts the folder of an earlier one aside."""
+    return run.with_name(f".{run.name}.lock")

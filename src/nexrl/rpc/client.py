@@ -12,8 +12,8 @@ import grpc
 from nexrl.errors import NexrlError, UnavailableError
 from nexrl.rpc.status import error_from_call
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Largest message that either side takes; also the limit that the edge names in its errors."""
+MAX_MESSAGE_BYTES = 2**31 - 1
+"""Largest message that either side takes: what protobuf can hold, for a train batch may be nearly as large."""
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -47,7 +47,7 @@ def new_request_id() -> str:
 async def call(
     method: Callable[..., "grpc.aio.UnaryUnaryCall[Any, ResponseT]"], request: object, *, timeout_seconds: float
 ) -> ResponseT:
-    """Call `method` within `timeout_seconds`, again while the peer is unavailable.
+    """Call `method` within `timeout_seconds`, again while the peer is away, and when it says so while it is full.
 
     Raises the `NexrlError` that the server sent; `UnavailableError` or `DeadlineExceededError` when time ran out.
     """
@@ -58,8 +58,9 @@ async def call(
             return await method(request, timeout=max(0.001, deadline - time.monotonic()))
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_call(rpc_error)
-        pause_seconds = backoff_seconds * random.uniform(0.5, 1.5)
-        if not isinstance(error, UnavailableError) or time.monotonic() + pause_seconds >= deadline:
+        pause_seconds = (error.retry_after_seconds or backoff_seconds) * random.uniform(0.5, 1.5)
+        is_worth_it = isinstance(error, UnavailableError) or error.retry_after_seconds is not None
+        if not is_worth_it or time.monotonic() + pause_seconds >= deadline:
             raise error
         await asyncio.sleep(pause_seconds)
         backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)

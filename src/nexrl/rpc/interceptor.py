@@ -1,4 +1,4 @@
-"""What every RPC passes on the server: deadline check, request metrics, error mapping."""
+"""What every RPC passes on the server: checks of deadline and request id, request metrics, error mapping."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ import grpc
 from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram
 
-from nexrl.errors import InvalidArgumentError, NexrlError
+from nexrl.errors import InvalidArgumentError, NexrlError, Violation
 from nexrl.rpc.status import status_from_error
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Turns typed errors into statuses, counts and times calls, and refuses calls without a deadline."""
+    """Turns typed errors into statuses, counts and times calls, and refuses calls without a deadline or request id."""
 
     async def intercept_service(
         self,
@@ -58,6 +58,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 def _unary(behaviour: Callable[..., Any], service: str, method: str) -> Callable[..., Any]:
     async def edge(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         async with _edge(context, service, method):
+            _require_request_id(request)
             return await behaviour(request, context)
 
     return edge
@@ -98,6 +99,13 @@ def _require_deadline(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     if remaining is None or remaining > MAX_DEADLINE_SECONDS:
         found = "none" if remaining is None else f"{remaining:.0f} s"
         raise InvalidArgumentError(f"deadline: {found}; every call needs one of at most {MAX_DEADLINE_SECONDS:.0f} s")
+
+
+def _require_request_id(request: Any) -> None:
+    """Without one, a repeated call would act twice."""
+    if "request_id" in request.DESCRIPTOR.fields_by_name and not request.request_id:
+        wrong = Violation("request_id", "empty; a text that is unique for each call, the same in its retries")
+        raise InvalidArgumentError(str(wrong), violations=[wrong])
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: NexrlError) -> None:

@@ -9,6 +9,7 @@ A rule between fields is a validator of the later field: it reports at that fiel
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import (
     BaseModel,
@@ -317,6 +318,13 @@ class TrajectoryPoolSpec(Section):
         default="release",
         description="What becomes of a group some of whose samples failed for good: used smaller, or not used.",
     )
+    max_payload_bytes: int = Field(
+        default=8 * 2**30,
+        ge=2**20,
+        le=2**50,
+        description="Most bytes of trajectories, train batches and added tasks that Redis holds at a time. Puts beyond "
+        "it are refused until the trainer has used some up; give Redis a quarter more.",
+    )
     replicas: Replicas = Field(default=1, description="Identical pool processes.")
 
     @field_validator("group_size")
@@ -420,7 +428,13 @@ class CheckpointSpec(Section):
         description="Folder of the checkpoints, relative to this file; none = checkpoints/ in the run's folder.",
     )
     every_steps: CountOrZero = Field(default=50, description="Steps between checkpoints; 0 = only at the end.")
-    keep: Count = Field(default=2, description="Newest checkpoints kept; older ones are removed.")
+    keep: int = Field(
+        default=2,
+        ge=2,
+        le=1_000_000,
+        description="Newest checkpoints kept; older ones are removed, once the one after them is 10 seconds old. 2 at least: "
+        "a Redis that lost its last second must still find one that it can follow.",
+    )
 
 
 class WeightSyncSpec(Section):
@@ -599,10 +613,27 @@ class RedisSpec(Section):
 
     url: str | None = Field(
         default=None,
-        pattern=r"^(rediss?|unix)://\S+$",
+        pattern=r"^(rediss?(\+cluster)?|unix)://\S+$",
         max_length=1024,
-        description="Redis to use; none = a private server for this run, or the cluster's.",
+        description="Redis to use, with its user, as `rediss://USER@HOST:PORT`; the password is NEXRL_REDIS_PASSWORD "
+        "in the environment. `redis+cluster` or `rediss+cluster`: any node of a Redis Cluster. None = a private server "
+        "for this run, or the cluster's. See docs/how-to/redis.md.",
     )
+    ttl_seconds_after_finished: int | None = Field(
+        default=604_800,
+        ge=60,
+        le=315_360_000,
+        description="Time for which a shared Redis keeps the keys of the experiment once it has succeeded or failed; "
+        "none = for ever. A private server's stay in the run's folder.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _holds_no_secret(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "")
+        if parts.password or "password" in parse_qs(parts.query):
+            raise _refuse("holds a password, and files are read by many; give it as NEXRL_REDIS_PASSWORD instead")
+        return url
 
 
 class FailurePolicySpec(Section):

@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,8 @@ _RELATIVE_PATHS = (
     ("checkpoint", "path"),
     ("resume", "path"),
 )
+SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=password=)[^&\s\"]+")
+"""What a URL may hold, and no message repeats."""
 _ROOT_KEYS = ("apiVersion", "kind", "metadata")
 
 
@@ -219,7 +222,7 @@ def _dotted(path: Sequence[str | int]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = SECRET.sub("...", json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

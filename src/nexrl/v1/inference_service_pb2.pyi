@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import nexrl.v1.policy_pb2
+import nexrl.v1.trajectory_pb2
 import sys
 import typing
 
@@ -32,8 +33,9 @@ class GenerateRequest(google.protobuf.message.Message):
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_P_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
-    SEED_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    SEEDS_FIELD_NUMBER: builtins.int
+    DRAWN_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique for each call, the same in its retries."""
     n: builtins.int
@@ -46,8 +48,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """Nucleus: the smallest set of tokens whose probability reaches this; 0 or 1 for all."""
     top_k: builtins.int
     """Only the k most likely tokens; 0 for all."""
-    seed: builtins.int
-    """Seed of this request's sampling; absent for the engine's own stream."""
+    drawn_tokens: builtins.int
+    """How many tokens at the end of the prompt were drawn with these seeds before: generation goes on with the random numbers after
+    theirs. 0 begins a completion.
+    """
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Prompt token ids, shape [P]."""
@@ -55,6 +59,12 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids that end a completion, beside the model's own; they are part of the completion."""
+
+    @property
+    def seeds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Seed of each completion, n of them, at least 0; none to have the engine choose. What a seed draws depends on nothing else that is
+        asked for here or at the same time.
+        """
 
     def __init__(
         self,
@@ -66,12 +76,11 @@ class GenerateRequest(google.protobuf.message.Message):
         temperature: builtins.float = ...,
         top_p: builtins.float = ...,
         top_k: builtins.int = ...,
-        seed: builtins.int | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        seeds: collections.abc.Iterable[builtins.int] | None = ...,
+        drawn_tokens: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_seed", b"_seed", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_seed", b"_seed", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    def ClearField(self, field_name: typing.Literal["drawn_tokens", b"drawn_tokens", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "seeds", b"seeds", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
@@ -85,6 +94,7 @@ class GeneratedCompletion(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     POLICY_VERSIONS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    DRAW_FIELD_NUMBER: builtins.int
     finish_reason: builtins.str
     """"stop", "length" or "abort"."""
     @property
@@ -99,6 +109,10 @@ class GeneratedCompletion(google.protobuf.message.Message):
     def policy_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Policy version that generated each token, shape [C]."""
 
+    @property
+    def draw(self) -> nexrl.v1.trajectory_pb2.Draw:
+        """How to draw it again, for CompletionSpan.draw; absent when an earlier draw went on (drawn_tokens)."""
+
     def __init__(
         self,
         *,
@@ -106,8 +120,10 @@ class GeneratedCompletion(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
         policy_versions: collections.abc.Iterable[builtins.int] | None = ...,
         finish_reason: builtins.str = ...,
+        draw: nexrl.v1.trajectory_pb2.Draw | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "policy_versions", b"policy_versions", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["draw", b"draw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draw", b"draw", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "policy_versions", b"policy_versions", "token_ids", b"token_ids"]) -> None: ...
 
 Global___GeneratedCompletion: typing_extensions.TypeAlias = GeneratedCompletion
 

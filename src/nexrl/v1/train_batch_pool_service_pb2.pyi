@@ -83,7 +83,9 @@ class TrainBatch(google.protobuf.message.Message):
 
     @property
     def sample_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """All samples of the batch, also those whose group taught nothing and that have no sequence here."""
+        """All samples of the batch in its order, also those whose group taught nothing and that have no sequence here. The pool
+        compares them with the batch that it holds: a store that lost its last writes may have formed another of that number.
+        """
 
     def __init__(
         self,
@@ -209,6 +211,7 @@ class AckTrainBatchRequest(google.protobuf.message.Message):
     MODEL_TAG_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique for each call, the same in its retries."""
     model_tag: builtins.str
@@ -217,6 +220,10 @@ class AckTrainBatchRequest(google.protobuf.message.Message):
     """The step made."""
     incarnation: builtins.int
     """The trainer's incarnation, from ResumeFromCheckpoint; an older one is fenced off."""
+    @property
+    def sample_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """TrainBatch.sample_ids of what the step was made of; refused when the pool's batch of that number holds others."""
+
     def __init__(
         self,
         *,
@@ -224,8 +231,9 @@ class AckTrainBatchRequest(google.protobuf.message.Message):
         model_tag: builtins.str = ...,
         step: builtins.int = ...,
         incarnation: builtins.int = ...,
+        sample_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "model_tag", b"model_tag", "request_id", b"request_id", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "model_tag", b"model_tag", "request_id", b"request_id", "sample_ids", b"sample_ids", "step", b"step"]) -> None: ...
 
 Global___AckTrainBatchRequest: typing_extensions.TypeAlias = AckTrainBatchRequest
 

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19nexrl/v1/trajectory.proto\x12\x08nexrl.v1\"*\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\titem_json\x18\x02 \x01(\t\"1\n\x0bSampleLease\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\xbb\x01\n\tTaskLease\x12\x1c\n\x04task\x18\x01 \x01(\x0b\x32\x0e.nexrl.v1.Task\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12&\n\x07samples\x18\x03 \x03(\x0b\x32\x15.nexrl.v1.SampleLease\x12\"\n\x07purpose\x18\x04 \x01(\x0e\x32\x11.nexrl.v1.Purpose\x12\x1d\n\x15\x64\x65\x61\x64line_unix_seconds\x18\x05 \x01(\x01\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\"@\n\nPolicySpan\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"\xa5\x03\n\nTrajectory\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x15\n\tloss_mask\x18\x02 \x03(\x08\x42\x02\x10\x01\x12\x14\n\x08logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12#\n\x05spans\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.PolicySpan\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x45\n\x11reward_components\x18\x06 \x03(\x0b\x32*.nexrl.v1.Trajectory.RewardComponentsEntry\x12\x34\n\x08metadata\x18\x07 \x03(\x0b\x32\".nexrl.v1.Trajectory.MetadataEntry\x12\x0e\n\x06prompt\x18\x08 \x01(\t\x12\x10\n\x08response\x18\t \x01(\t\x12\x15\n\rfinish_reason\x18\n \x01(\t\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x91\x01\n\x0cSampleResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\"\n\x07verdict\x18\x03 \x01(\x0e\x32\x11.nexrl.v1.Verdict\x12*\n\x0ctrajectories\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.Trajectory\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"B\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\'\n\x07samples\x18\x02 \x03(\x0b\x32\x16.nexrl.v1.SampleResult*\xc5\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nVERDICT_OK\x10\x01\x12\x15\n\x11VERDICT_TRUNCATED\x10\x02\x12\x15\n\x11VERDICT_ENV_ERROR\x10\x03\x12\x18\n\x14VERDICT_REWARD_ERROR\x10\x04\x12\x13\n\x0fVERDICT_TIMEOUT\x10\x05\x12\x1b\n\x17VERDICT_CANCELLED_STALE\x10\x06\x12\x17\n\x13VERDICT_WORKER_LOST\x10\x07*P\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_TRAINING\x10\x01\x12\x16\n\x12PURPOSE_VALIDATION\x10\x02*\x8f\x01\n\nPutOutcome\x12\x1b\n\x17PUT_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14PUT_OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15PUT_OUTCOME_DUPLICATE\x10\x02\x12\x16\n\x12PUT_OUTCOME_FENCED\x10\x03\x12\x17\n\x13PUT_OUTCOME_RETRIED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19nexrl/v1/trajectory.proto\x12\x08nexrl.v1\"*\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\titem_json\x18\x02 \x01(\t\"1\n\x0bSampleLease\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\xbb\x01\n\tTaskLease\x12\x1c\n\x04task\x18\x01 \x01(\x0b\x32\x0e.nexrl.v1.Task\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12&\n\x07samples\x18\x03 \x03(\x0b\x32\x15.nexrl.v1.SampleLease\x12\"\n\x07purpose\x18\x04 \x01(\x0e\x32\x11.nexrl.v1.Purpose\x12\x1d\n\x15\x64\x65\x61\x64line_unix_seconds\x18\x05 \x01(\x01\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\"@\n\nPolicySpan\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"{\n\x04\x44raw\x12\x0c\n\x04seed\x18\x01 \x01(\x03\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\x05\x12\x1a\n\x0estop_token_ids\x18\x06 \x03(\x05\x42\x02\x10\x01\"J\n\x0e\x43ompletionSpan\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x1c\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x0e.nexrl.v1.Draw\"\xd4\x03\n\nTrajectory\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x15\n\tloss_mask\x18\x02 \x03(\x08\x42\x02\x10\x01\x12\x14\n\x08logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12#\n\x05spans\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.PolicySpan\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x45\n\x11reward_components\x18\x06 \x03(\x0b\x32*.nexrl.v1.Trajectory.RewardComponentsEntry\x12\x34\n\x08metadata\x18\x07 \x03(\x0b\x32\".nexrl.v1.Trajectory.MetadataEntry\x12\x0e\n\x06prompt\x18\x08 \x01(\t\x12\x10\n\x08response\x18\t \x01(\t\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12-\n\x0b\x63ompletions\x18\x0b \x03(\x0b\x32\x18.nexrl.v1.CompletionSpan\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x91\x01\n\x0cSampleResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\"\n\x07verdict\x18\x03 \x01(\x0e\x32\x11.nexrl.v1.Verdict\x12*\n\x0ctrajectories\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.Trajectory\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"B\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\'\n\x07samples\x18\x02 \x03(\x0b\x32\x16.nexrl.v1.SampleResult*\xc5\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nVERDICT_OK\x10\x01\x12\x15\n\x11VERDICT_TRUNCATED\x10\x02\x12\x15\n\x11VERDICT_ENV_ERROR\x10\x03\x12\x18\n\x14VERDICT_REWARD_ERROR\x10\x04\x12\x13\n\x0fVERDICT_TIMEOUT\x10\x05\x12\x1b\n\x17VERDICT_CANCELLED_STALE\x10\x06\x12\x17\n\x13VERDICT_WORKER_LOST\x10\x07*P\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_TRAINING\x10\x01\x12\x16\n\x12PURPOSE_VALIDATION\x10\x02*\x8f\x01\n\nPutOutcome\x12\x1b\n\x17PUT_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14PUT_OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15PUT_OUTCOME_DUPLICATE\x10\x02\x12\x16\n\x12PUT_OUTCOME_FENCED\x10\x03\x12\x17\n\x13PUT_OUTCOME_RETRIED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nexrl.v1.trajectory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_DRAW'].fields_by_name['stop_token_ids']._loaded_options = None
+  _globals['_DRAW'].fields_by_name['stop_token_ids']._serialized_options = b'\020\001'
   _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._loaded_options = None
   _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORY_METADATAENTRY']._loaded_options = None
@@ -41,12 +43,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORY'].fields_by_name['loss_mask']._serialized_options = b'\020\001'
   _globals['_TRAJECTORY'].fields_by_name['logprobs']._loaded_options = None
   _globals['_TRAJECTORY'].fields_by_name['logprobs']._serialized_options = b'\020\001'
-  _globals['_VERDICT']._serialized_start=1031
-  _globals['_VERDICT']._serialized_end=1228
-  _globals['_PURPOSE']._serialized_start=1230
-  _globals['_PURPOSE']._serialized_end=1310
-  _globals['_PUTOUTCOME']._serialized_start=1313
-  _globals['_PUTOUTCOME']._serialized_end=1456
+  _globals['_VERDICT']._serialized_start=1279
+  _globals['_VERDICT']._serialized_end=1476
+  _globals['_PURPOSE']._serialized_start=1478
+  _globals['_PURPOSE']._serialized_end=1558
+  _globals['_PUTOUTCOME']._serialized_start=1561
+  _globals['_PUTOUTCOME']._serialized_end=1704
   _globals['_TASK']._serialized_start=39
   _globals['_TASK']._serialized_end=81
   _globals['_SAMPLELEASE']._serialized_start=83
@@ -55,14 +57,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASKLEASE']._serialized_end=322
   _globals['_POLICYSPAN']._serialized_start=324
   _globals['_POLICYSPAN']._serialized_end=388
-  _globals['_TRAJECTORY']._serialized_start=391
-  _globals['_TRAJECTORY']._serialized_end=812
-  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_start=708
-  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_end=763
-  _globals['_TRAJECTORY_METADATAENTRY']._serialized_start=765
-  _globals['_TRAJECTORY_METADATAENTRY']._serialized_end=812
-  _globals['_SAMPLERESULT']._serialized_start=815
-  _globals['_SAMPLERESULT']._serialized_end=960
-  _globals['_GROUP']._serialized_start=962
-  _globals['_GROUP']._serialized_end=1028
+  _globals['_DRAW']._serialized_start=390
+  _globals['_DRAW']._serialized_end=513
+  _globals['_COMPLETIONSPAN']._serialized_start=515
+  _globals['_COMPLETIONSPAN']._serialized_end=589
+  _globals['_TRAJECTORY']._serialized_start=592
+  _globals['_TRAJECTORY']._serialized_end=1060
+  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_start=956
+  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_end=1011
+  _globals['_TRAJECTORY_METADATAENTRY']._serialized_start=1013
+  _globals['_TRAJECTORY_METADATAENTRY']._serialized_end=1060
+  _globals['_SAMPLERESULT']._serialized_start=1063
+  _globals['_SAMPLERESULT']._serialized_end=1208
+  _globals['_GROUP']._serialized_start=1210
+  _globals['_GROUP']._serialized_end=1276
 # @@protoc_insertion_point(module_scope)

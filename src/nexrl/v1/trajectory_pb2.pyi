@@ -233,6 +233,75 @@ class PolicySpan(google.protobuf.message.Message):
 Global___PolicySpan: typing_extensions.TypeAlias = PolicySpan
 
 @typing.final
+class Draw(google.protobuf.message.Message):
+    """How a completion was drawn: of the same context and the same policy version, an engine draws the same tokens with it again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEED_FIELD_NUMBER: builtins.int
+    TEMPERATURE_FIELD_NUMBER: builtins.int
+    TOP_P_FIELD_NUMBER: builtins.int
+    TOP_K_FIELD_NUMBER: builtins.int
+    MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    seed: builtins.int
+    """Decides the random numbers of this completion, whatever else the engine has in hand."""
+    temperature: builtins.float
+    """Sampling temperature; 0 is greedy."""
+    top_p: builtins.float
+    """Nucleus: the smallest set of tokens whose probability reaches this; 1 for all."""
+    top_k: builtins.int
+    """Only the k most likely tokens; 0 for all."""
+    max_new_tokens: builtins.int
+    """Most tokens that it could have had."""
+    @property
+    def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Token ids that would have ended it, beside the model's own."""
+
+    def __init__(
+        self,
+        *,
+        seed: builtins.int = ...,
+        temperature: builtins.float = ...,
+        top_p: builtins.float = ...,
+        top_k: builtins.int = ...,
+        max_new_tokens: builtins.int = ...,
+        stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_new_tokens", b"max_new_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+
+Global___Draw: typing_extensions.TypeAlias = Draw
+
+@typing.final
+class CompletionSpan(google.protobuf.message.Message):
+    """Tokens [start, end) of a trajectory that were generated in one go, by one policy version or several. All tokens before are its context."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    DRAW_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """First token of the completion, as an index into Trajectory.token_ids."""
+    end: builtins.int
+    """One past the last token of the completion."""
+    @property
+    def draw(self) -> Global___Draw:
+        """How it was drawn; absent where nobody recorded it."""
+
+    def __init__(
+        self,
+        *,
+        start: builtins.int = ...,
+        end: builtins.int = ...,
+        draw: Global___Draw | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["draw", b"draw"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draw", b"draw", "end", b"end", "start", b"start"]) -> None: ...
+
+Global___CompletionSpan: typing_extensions.TypeAlias = CompletionSpan
+
+@typing.final
 class Trajectory(google.protobuf.message.Message):
     """One episode as the trainer sees it. T is the number of tokens, context and completions together."""
 
@@ -280,6 +349,7 @@ class Trajectory(google.protobuf.message.Message):
     PROMPT_FIELD_NUMBER: builtins.int
     RESPONSE_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    COMPLETIONS_FIELD_NUMBER: builtins.int
     reward: builtins.float
     """Scalar reward."""
     prompt: builtins.str
@@ -312,6 +382,10 @@ class Trajectory(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Values of the pool's grouping keys and whatever the rollout wants to keep."""
 
+    @property
+    def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CompletionSpan]:
+        """The completions, in order; what it takes to draw them again. May be empty."""
+
     def __init__(
         self,
         *,
@@ -325,8 +399,9 @@ class Trajectory(google.protobuf.message.Message):
         prompt: builtins.str = ...,
         response: builtins.str = ...,
         finish_reason: builtins.str = ...,
+        completions: collections.abc.Iterable[Global___CompletionSpan] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metadata", b"metadata", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_components", b"reward_components", "spans", b"spans", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completions", b"completions", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metadata", b"metadata", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_components", b"reward_components", "spans", b"spans", "token_ids", b"token_ids"]) -> None: ...
 
 Global___Trajectory: typing_extensions.TypeAlias = Trajectory
 

@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import nexrl.v1.trajectory_pb2
 import sys
@@ -18,6 +19,50 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _SampleState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SampleStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SampleState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SAMPLE_STATE_UNSPECIFIED: _SampleState.ValueType  # 0
+    """Not set: never sent."""
+    SAMPLE_STATE_OPEN: _SampleState.ValueType  # 1
+    """Waits to be granted (again)."""
+    SAMPLE_STATE_LEASED: _SampleState.ValueType  # 2
+    """With a worker."""
+    SAMPLE_STATE_PRODUCED: _SampleState.ValueType  # 3
+    """Stored; waits for its group or for a batch."""
+    SAMPLE_STATE_BATCHED: _SampleState.ValueType  # 4
+    """In a batch or train batch that is not yet trained."""
+    SAMPLE_STATE_TRAINED: _SampleState.ValueType  # 5
+    """Trained by a step that no committed checkpoint contains yet."""
+    SAMPLE_STATE_DURABLE: _SampleState.ValueType  # 6
+    """Trained by a step that a committed checkpoint contains."""
+    SAMPLE_STATE_DROPPED: _SampleState.ValueType  # 7
+    """Will never be trained; see drop_reason."""
+
+class SampleState(_SampleState, metaclass=_SampleStateEnumTypeWrapper):
+    """Where a sample is in its life."""
+
+SAMPLE_STATE_UNSPECIFIED: SampleState.ValueType  # 0
+"""Not set: never sent."""
+SAMPLE_STATE_OPEN: SampleState.ValueType  # 1
+"""Waits to be granted (again)."""
+SAMPLE_STATE_LEASED: SampleState.ValueType  # 2
+"""With a worker."""
+SAMPLE_STATE_PRODUCED: SampleState.ValueType  # 3
+"""Stored; waits for its group or for a batch."""
+SAMPLE_STATE_BATCHED: SampleState.ValueType  # 4
+"""In a batch or train batch that is not yet trained."""
+SAMPLE_STATE_TRAINED: SampleState.ValueType  # 5
+"""Trained by a step that no committed checkpoint contains yet."""
+SAMPLE_STATE_DURABLE: SampleState.ValueType  # 6
+"""Trained by a step that a committed checkpoint contains."""
+SAMPLE_STATE_DROPPED: SampleState.ValueType  # 7
+"""Will never be trained; see drop_reason."""
+Global___SampleState: typing_extensions.TypeAlias = SampleState
 
 @typing.final
 class PutSamplesRequest(google.protobuf.message.Message):
@@ -82,6 +127,7 @@ class LeaseBatchRequest(google.protobuf.message.Message):
     BATCH_SIZE_FIELD_NUMBER: builtins.int
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique for each call, the same in its retries."""
     model_tag: builtins.str
@@ -92,6 +138,8 @@ class LeaseBatchRequest(google.protobuf.message.Message):
     """How long the lease lasts, in seconds; 0 takes the experiment's setting."""
     wait_seconds: builtins.float
     """How long to wait for a batch, in seconds; must be below the call's deadline."""
+    worker_id: builtins.str
+    """Who asks. A batch that is still leased to it is leased to it again, first: it would not ask if it had it. May be empty."""
     def __init__(
         self,
         *,
@@ -100,8 +148,9 @@ class LeaseBatchRequest(google.protobuf.message.Message):
         batch_size: builtins.int = ...,
         lease_seconds: builtins.float = ...,
         wait_seconds: builtins.float = ...,
+        worker_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "lease_seconds", b"lease_seconds", "model_tag", b"model_tag", "request_id", b"request_id", "wait_seconds", b"wait_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "lease_seconds", b"lease_seconds", "model_tag", b"model_tag", "request_id", b"request_id", "wait_seconds", b"wait_seconds", "worker_id", b"worker_id"]) -> None: ...
 
 Global___LeaseBatchRequest: typing_extensions.TypeAlias = LeaseBatchRequest
 
@@ -381,3 +430,270 @@ class PoolState(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["batched", b"batched", "credit", b"credit", "dropped", b"dropped", "durable", b"durable", "empty", b"empty", "granted", b"granted", "grouping", b"grouping", "imbalance", b"imbalance", "leased", b"leased", "model_tag", b"model_tag", "next_batch_id", b"next_batch_id", "open", b"open", "policy_version", b"policy_version", "ready", b"ready", "trained", b"trained"]) -> None: ...
 
 Global___PoolState: typing_extensions.TypeAlias = PoolState
+
+@typing.final
+class AuditLedgerRequest(google.protobuf.message.Message):
+    """Request of AuditLedger."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_TAG_FIELD_NUMBER: builtins.int
+    model_tag: builtins.str
+    """Names the trained model; empty for all."""
+    def __init__(
+        self,
+        *,
+        model_tag: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag"]) -> None: ...
+
+Global___AuditLedgerRequest: typing_extensions.TypeAlias = AuditLedgerRequest
+
+@typing.final
+class AuditLedgerResponse(google.protobuf.message.Message):
+    """Response of AuditLedger."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AUDITS_FIELD_NUMBER: builtins.int
+    @property
+    def audits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LedgerAudit]:
+        """One entry for each model tag."""
+
+    def __init__(
+        self,
+        *,
+        audits: collections.abc.Iterable[Global___LedgerAudit] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits"]) -> None: ...
+
+Global___AuditLedgerResponse: typing_extensions.TypeAlias = AuditLedgerResponse
+
+@typing.final
+class LedgerAudit(google.protobuf.message.Message):
+    """The ledger of one model tag, counted again from its records."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class SamplesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class DroppedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    MODEL_TAG_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    FINDINGS_FIELD_NUMBER: builtins.int
+    FINDINGS_TOTAL_FIELD_NUMBER: builtins.int
+    model_tag: builtins.str
+    """Names the trained model."""
+    findings_total: builtins.int
+    """How many there are."""
+    @property
+    def samples(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Samples by state as the records have it: granted, open, leased, grouping, ready, batched, trained, durable."""
+
+    @property
+    def dropped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Dropped samples by reason, as the records have it."""
+
+    @property
+    def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AuditFinding]:
+        """What breaks the balance, at most 1000; empty when every sample is accounted for, once."""
+
+    def __init__(
+        self,
+        *,
+        model_tag: builtins.str = ...,
+        samples: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        dropped: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        findings: collections.abc.Iterable[Global___AuditFinding] | None = ...,
+        findings_total: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped", b"dropped", "findings", b"findings", "findings_total", b"findings_total", "model_tag", b"model_tag", "samples", b"samples"]) -> None: ...
+
+Global___LedgerAudit: typing_extensions.TypeAlias = LedgerAudit
+
+@typing.final
+class AuditFinding(google.protobuf.message.Message):
+    """One record that contradicts the others."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    subject: builtins.str
+    """The sample, group or batch, or the name of a counter."""
+    problem: builtins.str
+    """What is wrong with it."""
+    def __init__(
+        self,
+        *,
+        subject: builtins.str = ...,
+        problem: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["problem", b"problem", "subject", b"subject"]) -> None: ...
+
+Global___AuditFinding: typing_extensions.TypeAlias = AuditFinding
+
+@typing.final
+class GetSampleRequest(google.protobuf.message.Message):
+    """Request of GetSample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_TAG_FIELD_NUMBER: builtins.int
+    SAMPLE_ID_FIELD_NUMBER: builtins.int
+    model_tag: builtins.str
+    """Names the trained model."""
+    sample_id: builtins.str
+    """The sample."""
+    def __init__(
+        self,
+        *,
+        model_tag: builtins.str = ...,
+        sample_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag", "sample_id", b"sample_id"]) -> None: ...
+
+Global___GetSampleRequest: typing_extensions.TypeAlias = GetSampleRequest
+
+@typing.final
+class GetSampleResponse(google.protobuf.message.Message):
+    """Response of GetSample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: builtins.int
+    RESULT_FIELD_NUMBER: builtins.int
+    @property
+    def record(self) -> Global___SampleRecord:
+        """What the ledger knows."""
+
+    @property
+    def result(self) -> nexrl.v1.trajectory_pb2.SampleResult:
+        """Its trajectories; absent before it is produced, and once its batch has become a train batch."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___SampleRecord | None = ...,
+        result: nexrl.v1.trajectory_pb2.SampleResult | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["record", b"record", "result", b"result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["record", b"record", "result", b"result"]) -> None: ...
+
+Global___GetSampleResponse: typing_extensions.TypeAlias = GetSampleResponse
+
+@typing.final
+class ListSamplesRequest(google.protobuf.message.Message):
+    """Request of ListSamples."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_TAG_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    model_tag: builtins.str
+    """Names the trained model."""
+    page_size: builtins.int
+    """Most samples of the answer; 0 for 1000. A page ends with a whole group."""
+    page_token: builtins.str
+    """next_page_token of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        model_tag: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+
+Global___ListSamplesRequest: typing_extensions.TypeAlias = ListSamplesRequest
+
+@typing.final
+class ListSamplesResponse(google.protobuf.message.Message):
+    """Response of ListSamples."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Asks for the next page; empty on the last."""
+    @property
+    def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
+        """In the order in which they were granted."""
+
+    def __init__(
+        self,
+        *,
+        records: collections.abc.Iterable[Global___SampleRecord] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "records", b"records"]) -> None: ...
+
+Global___ListSamplesResponse: typing_extensions.TypeAlias = ListSamplesResponse
+
+@typing.final
+class SampleRecord(google.protobuf.message.Message):
+    """What the ledger knows of one sample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    BATCH_ID_FIELD_NUMBER: builtins.int
+    DROP_REASON_FIELD_NUMBER: builtins.int
+    sample_id: builtins.str
+    """The sample."""
+    state: Global___SampleState.ValueType
+    """Where it is in its life."""
+    attempt: builtins.int
+    """Leases so far; 0 once its whole group has ended, when only where it went is kept."""
+    batch_id: builtins.int
+    """The batch that holds it, which is also the step that trains it; absent while there is none."""
+    drop_reason: builtins.str
+    """Why it was dropped: a verdict in lower case, "stale" or "incomplete_group"."""
+    def __init__(
+        self,
+        *,
+        sample_id: builtins.str = ...,
+        state: Global___SampleState.ValueType = ...,
+        attempt: builtins.int = ...,
+        batch_id: builtins.int | None = ...,
+        drop_reason: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_batch_id", b"_batch_id", "batch_id", b"batch_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_batch_id", b"_batch_id", "attempt", b"attempt", "batch_id", b"batch_id", "drop_reason", b"drop_reason", "sample_id", b"sample_id", "state", b"state"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_batch_id", b"_batch_id"]) -> typing.Literal["batch_id"] | None: ...
+
+Global___SampleRecord: typing_extensions.TypeAlias = SampleRecord

@@ -55,6 +55,21 @@ class TrajectoryPoolServiceStub(object):
                 request_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.SetPolicyVersionRequest.SerializeToString,
                 response_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.SetPolicyVersionResponse.FromString,
                 _registered_method=True)
+        self.AuditLedger = channel.unary_unary(
+                '/nexrl.v1.TrajectoryPoolService/AuditLedger',
+                request_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.AuditLedgerRequest.SerializeToString,
+                response_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.AuditLedgerResponse.FromString,
+                _registered_method=True)
+        self.GetSample = channel.unary_unary(
+                '/nexrl.v1.TrajectoryPoolService/GetSample',
+                request_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.GetSampleRequest.SerializeToString,
+                response_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.GetSampleResponse.FromString,
+                _registered_method=True)
+        self.ListSamples = channel.unary_unary(
+                '/nexrl.v1.TrajectoryPoolService/ListSamples',
+                request_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.ListSamplesRequest.SerializeToString,
+                response_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.ListSamplesResponse.FromString,
+                _registered_method=True)
         self.GetTrajectoryPoolState = channel.unary_unary(
                 '/nexrl.v1.TrajectoryPoolService/GetTrajectoryPoolState',
                 request_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.GetTrajectoryPoolStateRequest.SerializeToString,
@@ -94,6 +109,27 @@ class TrajectoryPoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AuditLedger(self, request, context):
+        """Recomputes the balance from the records of every sample, and lists each that breaks it. A read, of everything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSample(self, request, context):
+        """What the ledger knows of one sample, with its trajectories while the pool holds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSamples(self, request, context):
+        """Every sample that was ever granted, a page at a time, without trajectories.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTrajectoryPoolState(self, request, context):
         """Depths, credit and the balance of the ledger.
         """
@@ -123,6 +159,21 @@ def add_TrajectoryPoolServiceServicer_to_server(servicer, server):
                     servicer.SetPolicyVersion,
                     request_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.SetPolicyVersionRequest.FromString,
                     response_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.SetPolicyVersionResponse.SerializeToString,
+            ),
+            'AuditLedger': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditLedger,
+                    request_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.AuditLedgerRequest.FromString,
+                    response_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.AuditLedgerResponse.SerializeToString,
+            ),
+            'GetSample': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSample,
+                    request_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.GetSampleRequest.FromString,
+                    response_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.GetSampleResponse.SerializeToString,
+            ),
+            'ListSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSamples,
+                    request_deserializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.ListSamplesRequest.FromString,
+                    response_serializer=nexrl_dot_v1_dot_trajectory__pool__service__pb2.ListSamplesResponse.SerializeToString,
             ),
             'GetTrajectoryPoolState': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTrajectoryPoolState,
@@ -239,6 +290,87 @@ class TrajectoryPoolService(object):
             '/nexrl.v1.TrajectoryPoolService/SetPolicyVersion',
             nexrl_dot_v1_dot_trajectory__pool__service__pb2.SetPolicyVersionRequest.SerializeToString,
             nexrl_dot_v1_dot_trajectory__pool__service__pb2.SetPolicyVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nexrl.v1.TrajectoryPoolService/AuditLedger',
+            nexrl_dot_v1_dot_trajectory__pool__service__pb2.AuditLedgerRequest.SerializeToString,
+            nexrl_dot_v1_dot_trajectory__pool__service__pb2.AuditLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSample(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nexrl.v1.TrajectoryPoolService/GetSample',
+            nexrl_dot_v1_dot_trajectory__pool__service__pb2.GetSampleRequest.SerializeToString,
+            nexrl_dot_v1_dot_trajectory__pool__service__pb2.GetSampleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nexrl.v1.TrajectoryPoolService/ListSamples',
+            nexrl_dot_v1_dot_trajectory__pool__service__pb2.ListSamplesRequest.SerializeToString,
+            nexrl_dot_v1_dot_trajectory__pool__service__pb2.ListSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,54 @@ _TrajectoryPoolServiceSetPolicyVersionType = typing_extensions.TypeVar(
     ],
 )
 
+_TrajectoryPoolServiceAuditLedgerType = typing_extensions.TypeVar(
+    '_TrajectoryPoolServiceAuditLedgerType',
+    grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse,
+    ],
+)
+
+_TrajectoryPoolServiceGetSampleType = typing_extensions.TypeVar(
+    '_TrajectoryPoolServiceGetSampleType',
+    grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleRequest,
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleRequest,
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleRequest,
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse,
+    ],
+)
+
+_TrajectoryPoolServiceListSamplesType = typing_extensions.TypeVar(
+    '_TrajectoryPoolServiceListSamplesType',
+    grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesRequest,
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesRequest,
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesRequest,
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse,
+    ],
+)
+
 _TrajectoryPoolServiceGetTrajectoryPoolStateType = typing_extensions.TypeVar(
     '_TrajectoryPoolServiceGetTrajectoryPoolStateType',
     grpc.UnaryUnaryMultiCallable[
@@ -105,7 +153,7 @@ _TrajectoryPoolServiceGetTrajectoryPoolStateType = typing_extensions.TypeVar(
     ],
 )
 
-class TrajectoryPoolServiceStub(typing.Generic[_TrajectoryPoolServicePutSamplesType, _TrajectoryPoolServiceLeaseBatchType, _TrajectoryPoolServiceReturnBatchType, _TrajectoryPoolServiceSetPolicyVersionType, _TrajectoryPoolServiceGetTrajectoryPoolStateType]):
+class TrajectoryPoolServiceStub(typing.Generic[_TrajectoryPoolServicePutSamplesType, _TrajectoryPoolServiceLeaseBatchType, _TrajectoryPoolServiceReturnBatchType, _TrajectoryPoolServiceSetPolicyVersionType, _TrajectoryPoolServiceAuditLedgerType, _TrajectoryPoolServiceGetSampleType, _TrajectoryPoolServiceListSamplesType, _TrajectoryPoolServiceGetTrajectoryPoolStateType]):
     """Takes trajectories from rollout workers, gathers them into groups and batches, and accounts for every sample."""
 
     @typing.overload
@@ -125,6 +173,18 @@ class TrajectoryPoolServiceStub(typing.Generic[_TrajectoryPoolServicePutSamplesT
         grpc.UnaryUnaryMultiCallable[
             nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionRequest,
             nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
+            nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            nexrl.v1.trajectory_pool_service_pb2.GetSampleRequest,
+            nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            nexrl.v1.trajectory_pool_service_pb2.ListSamplesRequest,
+            nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             nexrl.v1.trajectory_pool_service_pb2.GetTrajectoryPoolStateRequest,
@@ -151,6 +211,18 @@ class TrajectoryPoolServiceStub(typing.Generic[_TrajectoryPoolServicePutSamplesT
             nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
+            nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            nexrl.v1.trajectory_pool_service_pb2.GetSampleRequest,
+            nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            nexrl.v1.trajectory_pool_service_pb2.ListSamplesRequest,
+            nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             nexrl.v1.trajectory_pool_service_pb2.GetTrajectoryPoolStateRequest,
             nexrl.v1.trajectory_pool_service_pb2.GetTrajectoryPoolStateResponse,
         ],
@@ -167,6 +239,15 @@ class TrajectoryPoolServiceStub(typing.Generic[_TrajectoryPoolServicePutSamplesT
 
     SetPolicyVersion: _TrajectoryPoolServiceSetPolicyVersionType
     """Tells the pool which policy version the replicas serve, which moves the credit. Never moves backwards."""
+
+    AuditLedger: _TrajectoryPoolServiceAuditLedgerType
+    """Recomputes the balance from the records of every sample, and lists each that breaks it. A read, of everything."""
+
+    GetSample: _TrajectoryPoolServiceGetSampleType
+    """What the ledger knows of one sample, with its trajectories while the pool holds them."""
+
+    ListSamples: _TrajectoryPoolServiceListSamplesType
+    """Every sample that was ever granted, a page at a time, without trajectories."""
 
     GetTrajectoryPoolState: _TrajectoryPoolServiceGetTrajectoryPoolStateType
     """Depths, credit and the balance of the ledger."""
@@ -187,6 +268,18 @@ TrajectoryPoolServiceAsyncStub: typing_extensions.TypeAlias = TrajectoryPoolServ
     grpc.aio.UnaryUnaryMultiCallable[
         nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionRequest,
         nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
+        nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleRequest,
+        nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesRequest,
+        nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         nexrl.v1.trajectory_pool_service_pb2.GetTrajectoryPoolStateRequest,
@@ -228,6 +321,30 @@ class TrajectoryPoolServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionResponse]]:
         """Tells the pool which policy version the replicas serve, which moves the credit. Never moves backwards."""
+
+    @abc.abstractmethod
+    def AuditLedger(
+        self,
+        request: nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse]]:
+        """Recomputes the balance from the records of every sample, and lists each that breaks it. A read, of everything."""
+
+    @abc.abstractmethod
+    def GetSample(
+        self,
+        request: nexrl.v1.trajectory_pool_service_pb2.GetSampleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.GetSampleResponse]]:
+        """What the ledger knows of one sample, with its trajectories while the pool holds them."""
+
+    @abc.abstractmethod
+    def ListSamples(
+        self,
+        request: nexrl.v1.trajectory_pool_service_pb2.ListSamplesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.ListSamplesResponse]]:
+        """Every sample that was ever granted, a page at a time, without trajectories."""
 
     @abc.abstractmethod
     def GetTrajectoryPoolState(

@@ -192,6 +192,7 @@ class PrepareSyncRequest(google.protobuf.message.Message):
     PORT_FIELD_NUMBER: builtins.int
     OPEN_EPOCH_FIELD_NUMBER: builtins.int
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
+    NEWEST_VERSION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique for each call, the same in its retries."""
     model_tag: builtins.str
@@ -204,6 +205,10 @@ class PrepareSyncRequest(google.protobuf.message.Message):
     """The membership epoch for which the trainer holds an open process group; 0 for none."""
     wait_seconds: builtins.float
     """How long to wait for members or for a validation to end, in seconds."""
+    newest_version: builtins.int
+    """Set by a trainer that has resumed: the newest version that can be made of the train batches that the ledger holds. A
+    committed version above it came of steps that Redis has lost. It is forgotten: no trainer could give it to a replica.
+    """
     @property
     def manifest(self) -> nexrl.v1.policy_pb2.WeightManifest:
         """What will be broadcast."""
@@ -218,9 +223,11 @@ class PrepareSyncRequest(google.protobuf.message.Message):
         port: builtins.int = ...,
         open_epoch: builtins.int = ...,
         wait_seconds: builtins.float = ...,
+        newest_version: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["host", b"host", "manifest", b"manifest", "model_tag", b"model_tag", "open_epoch", b"open_epoch", "port", b"port", "request_id", b"request_id", "wait_seconds", b"wait_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "manifest", b"manifest", "newest_version", b"newest_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "host", b"host", "manifest", b"manifest", "model_tag", b"model_tag", "newest_version", b"newest_version", "open_epoch", b"open_epoch", "port", b"port", "request_id", b"request_id", "wait_seconds", b"wait_seconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_newest_version", b"_newest_version"]) -> typing.Literal["newest_version"] | None: ...
 
 Global___PrepareSyncRequest: typing_extensions.TypeAlias = PrepareSyncRequest
 

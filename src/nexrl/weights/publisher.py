@@ -62,6 +62,8 @@ class WeightPublisher:
         self._model_tag = model_tag
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
+        self.newest_version: int | None = None
+        """For the next `publish`, after a resume: the newest version that can be made of what the ledger holds."""
         self._one_at_a_time = asyncio.Lock()
         self._snapshot: Snapshot | None = None
         self._replicas = pb.WatchReplicasResponse(committed_version=-1)
@@ -82,6 +84,7 @@ class WeightPublisher:
             )
             self._snapshot = packed
             committed_version, attempts = await self._publish(packed)
+            self.newest_version = None
         seconds = time.monotonic() - began
         return Publication(policy_version, committed_version, packed.manifest.nbytes, attempts, seconds)
 
@@ -141,6 +144,7 @@ class WeightPublisher:
             port=self._sender.port,
             open_epoch=self._sender.open_epoch,
             wait_seconds=wait_seconds,
+            newest_version=self.newest_version,
         )
         return await call(self._stub.PrepareSync, request, timeout_seconds=wait_seconds + MARGIN_SECONDS)
 
@@ -214,8 +218,9 @@ class WeightPublisher:
             return answer.committed
 
     def _has_stale_replica(self, policy_version: int) -> bool:
-        is_current = self._replicas.committed_version == policy_version
-        return is_current and any(not replica.ready for replica in self._replicas.replicas)
+        # Below it, weight sync has forgotten the version, as its Redis lost what was stored last: no replica is ready.
+        is_newest = self._replicas.committed_version <= policy_version
+        return is_newest and any(not replica.ready for replica in self._replicas.replicas)
 
     async def _state(self) -> pb.GetWeightSyncStateResponse:
         request = pb.GetWeightSyncStateRequest(model_tag=self._model_tag)

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 STORE_SECONDS = 30.0
 """Longest time of a single operation on the trainer's own TCP store."""
+REACH_SECONDS = 5.0
+"""Longest time in which the trainer's store, which listens before a replica is told of it, answers a new client."""
 _BACKLOG = 128
 _GO, _CALLED_OFF = "go", "called off"
 
@@ -237,6 +239,8 @@ def _reached_store(rendezvous: Rendezvous) -> tuple[TCPStore, str]:
             local_host = probe.getsockname()[0]
     except OSError as error:
         raise UnavailableError(f"weights: no trainer at {rendezvous.host}:{rendezvous.port}: {error}") from None
-    timeout = timedelta(seconds=rendezvous.timeout_seconds)
-    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    # A trainer that dies from here on is tried again and again until then, and nothing can call that off.
+    reach = timedelta(seconds=min(REACH_SECONDS, rendezvous.timeout_seconds))
+    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=reach)
+    store.set_timeout(timedelta(seconds=rendezvous.timeout_seconds))
     return store, local_host

@@ -53,7 +53,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "Q20": [{"trainer.replicas": 1}],
     "Q21": [{"checkpoint.path": "kept"}],
     "Q23": [{"checkpoint.everySteps": 10}, {"checkpoint.everySteps": 0}],
-    "Q24": [{"checkpoint.keep": 1}],
+    "Q24": [{"checkpoint.keep": 2}],
     "Q25": [{"weightSync.type": "default"}],
     "Q26": [{"weightSync.mode": mode} for mode in ("sync", "fully-async", "batch-async")],
     "Q27": [{"weightSync.stalenessThreshold": 4, "weightSync.mode": "batch-async"}],

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -155,10 +156,13 @@ def test_a_run_without_a_step_has_a_summary_too() -> None:
 
 def test_the_report_writes_summary_and_picture(open_folder: OpenFolder, capsys: pytest.CaptureFixture[str]) -> None:
     folder = open_folder()
-    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps(20)))
+    earlier, now = steps(20), time.time()
+    resumed = [line | {"step": line["step"] + 20, "time": now - 10 + line["step"] / 2} for line in earlier]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*earlier, *resumed]))
     write_report(folder, small_experiment(), [Child(Command("trainer", [], {}), folder.logs)], wall_seconds=12.3)
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["name"], summary["processes"], summary["wall_seconds"]) == ("test", ["trainer"], 12.3)
+    assert (summary["steps"], summary["samples_per_second"]) == (40, 16.0)  # of what was made since it was started
     assert (folder.path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "reward" in capsys.readouterr().out
 

@@ -146,6 +146,18 @@ def test_one_mistake_gives_one_message_at_its_path(
     assert all(word in found[field] for word in words), found
 
 
+@pytest.mark.parametrize("url", ["redis://me:s3cret@host:1", "unix:///a.sock?password=s3cret&db=1"])
+def test_a_password_in_a_file_is_refused_and_not_repeated(write: Write, url: str) -> None:
+    message = problems(write(redis={"url": url}))["spec.redis.url"]
+    assert "NEXRL_REDIS_PASSWORD" in message
+    assert "s3cret" not in message
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "rediss+cluster", "unix"])
+def test_every_kind_of_redis_can_be_named(write: Write, scheme: str) -> None:
+    assert load_experiment(write(redis={"url": f"{scheme}://me@host:1"})).spec.redis.url == f"{scheme}://me@host:1"
+
+
 @pytest.mark.guide("H5", "Q14")
 def test_guide_spellings_of_readiness_mean_the_short_ones(write: Write) -> None:
     loaded = load_experiment(write(trajectoryPool={"readiness": "batch_size_reached_and_loaded_batch_finished"}))

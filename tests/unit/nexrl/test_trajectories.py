@@ -1,41 +1,131 @@
-"""`nexrl trajectories`: what it prints of a batch."""
+"""`nexrl traj list` and `nexrl traj get`: what they print of a run that has left its batches, and no ledger."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from nexrl.errors import NotFoundError
-from nexrl.local.trajectories import lines, read_batch
+from nexrl.errors import InvalidArgumentError, NotFoundError
+from nexrl.local.trajectories import Filter, Sample, Samples, describe, print_list, print_sample, table
+from nexrl.spec import dump_resolved
 from nexrl.v1 import trajectory_pb2 as pb
-from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
+from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
+from tests.support.services import small_experiment
+
+TRAJECTORY = pb.Trajectory(
+    token_ids=[1, 7, 8],
+    loss_mask=[False, True, True],
+    logprobs=[0, -0.5, -0.25],
+    spans=[pb.PolicySpan(start=1, end=2, policy_version=3), pb.PolicySpan(start=2, end=3, policy_version=4)],
+    completions=[pb.CompletionSpan(start=1, end=3, draw=pb.Draw(seed=2**62 + 1, temperature=0.5, max_new_tokens=4))],
+    prompt="1=",
+    response="34",
+    reward=0.25,
+    reward_components={"exact": 1.0},
+    finish_reason="stop",
+)
+NO_BATCH = pool_pb.SampleRecord(sample_id="9.0", state=pool_pb.SAMPLE_STATE_DROPPED, drop_reason="stale", attempt=2)
 
 
-def write_batch(run: Path, number: int) -> None:
-    (run / "trajectories").mkdir(exist_ok=True)
-    trajectory = pb.Trajectory(
-        token_ids=[1, 7], loss_mask=[False, True], logprobs=[0, -0.5], prompt="1=", response="1", reward=0.25
-    )
-    sample = pb.SampleResult(sample_id="3.0", attempt=1, verdict=pb.VERDICT_OK, trajectories=[trajectory])
-    lease = BatchLease(batch_id=number, groups=[pb.Group(group_id="3", samples=[sample])])
-    (run / "trajectories" / f"batch_{number:06d}.pb").write_bytes(lease.SerializeToString())
-
-
-def test_the_newest_batch_is_read_unless_one_is_named(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two batches of two samples, without a ledger."""
+    (tmp_path / "experiment.yaml").write_text(dump_resolved(small_experiment()))
+    (tmp_path / "trajectories").mkdir()
     for number in (0, 1):
-        write_batch(tmp_path, number)
-    assert read_batch(tmp_path, None).batch_id == 1
-    assert read_batch(tmp_path, 0).batch_id == 0
+        samples = [
+            pb.SampleResult(sample_id=f"{number}.{k}", attempt=1, verdict=pb.VERDICT_OK, trajectories=[TRAJECTORY])
+            for k in (0, 1)
+        ]
+        batch = pool_pb.BatchLease(batch_id=number, groups=[pb.Group(group_id=str(number), samples=samples)])
+        (tmp_path / "trajectories" / f"batch_{number:06d}.pb").write_bytes(batch.SerializeToString())
+    return tmp_path
 
 
-def test_a_trajectory_is_one_json_object(tmp_path: Path) -> None:
-    write_batch(tmp_path, 0)
-    (line,) = lines(read_batch(tmp_path, 0))
-    printed = json.loads(line)
-    assert (printed["sample"], printed["verdict"], printed["reward"]) == ("3.0", "OK", 0.25)
-    assert (printed["token_ids"], printed["loss_mask"], printed["logprobs"]) == ([1, 7], [0, 1], [0.0, -0.5])
+def record(state: "pool_pb.SampleState.ValueType", batch: int = 0) -> pool_pb.SampleRecord:
+    return pool_pb.SampleRecord(sample_id="0.1", state=state, batch_id=batch)
 
 
-def test_a_batch_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no batch 4"):
-        read_batch(tmp_path, 4)
+async def test_the_newest_samples_are_listed_unless_a_batch_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await print_list(run, Filter(limit=1), as_json=False)
+    printed = capsys.readouterr()
+    head, row = printed.out.splitlines()
+    assert head.split() == [
+        *("sample", "state", "attempt", "verdict", "batch", "step", "reward", "tokens", "oldest", "version")
+    ]
+    assert row.split() == ["1.1", "-", "1", "OK", "1", "-", "0.250", "2", "3"]
+    assert "without the ledger" in printed.err
+    await print_list(run, Filter(batch=0), as_json=False)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["0.0", "0.1"]
+
+
+async def test_a_trajectory_is_one_json_object(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await print_list(run, Filter(batch=0), as_json=True)
+    printed = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (printed["batch"], printed["group"], printed["sample"], printed["verdict"]) == (0, "0", "0.0", "OK")
+    assert (printed["token_ids"], printed["loss_mask"], printed["logprobs"]) == ([1, 7, 8], [0, 1, 1], [0, -0.5, -0.25])
+    assert (printed["reward"], printed["reward_components"]) == (0.25, {"exact": 1.0})
+    assert printed["policy_versions"] == [[1, 2, 3], [2, 3, 4]]
+    # More digits than a double holds, so a string.
+    assert printed["completions"][0]["draw"]["seed"] == str(2**62 + 1)
+
+
+async def test_a_sample_is_one_json_object_with_all_its_trajectories(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await print_sample(run, "1.0", as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["sample"], printed["batch"]) == ("1.0", 1)
+    assert [trajectory["response"] for trajectory in printed["trajectories"]] == ["34"]
+
+
+async def test_a_sample_is_shown_with_each_token_its_text_and_its_version(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await print_sample(run, "1.0", as_json=False)
+    printed = capsys.readouterr().out
+    assert "reward    0.25 (exact 1)" in printed
+    assert "response  '34'" in printed
+    assert f"seed {2**62 + 1}, temperature 0.5, at most 4 tokens" in printed
+    rows = [line.split() for line in printed.splitlines()[-2:]]
+    assert rows == [["1", "7", "-0.5000", "3", "'3'"], ["2", "8", "-0.2500", "4", "'4'"]]
+
+
+async def test_what_is_not_there_is_named(run: Path) -> None:
+    with pytest.raises(NotFoundError, match="batch 4"):
+        await print_list(run, Filter(batch=4), as_json=False)
+    with pytest.raises(NotFoundError, match=r"'7\.0'"):
+        await print_sample(run, "7.0", as_json=False)
+    with pytest.raises(NotFoundError, match="not the folder of a run"):
+        await print_sample(run / "trajectories", "7.0", as_json=False)
+    with pytest.raises(InvalidArgumentError, match="allowed: open, leased, produced"):
+        Filter(state="lost")
+
+
+async def test_a_batch_that_holds_other_samples_tells_nothing_of_this_one(run: Path) -> None:
+    sample = await Samples(run, "default", None).complete(record(pool_pb.SAMPLE_STATE_DURABLE, batch=1))
+    assert sample.trajectories == ()
+
+
+def test_a_filter_passes_what_is_in_the_batch_and_in_the_state() -> None:
+    trained = record(pool_pb.SAMPLE_STATE_TRAINED)
+    assert Filter().passes(trained)
+    assert Filter(batch=0, state="trained").passes(trained)
+    assert not Filter(batch=1).passes(trained)
+    assert not Filter(batch=0).passes(NO_BATCH)
+    assert not Filter(state="durable").passes(trained)
+
+
+@pytest.mark.parametrize(
+    ("state", "step"),
+    [(pool_pb.SAMPLE_STATE_BATCHED, None), (pool_pb.SAMPLE_STATE_TRAINED, 1), (pool_pb.SAMPLE_STATE_DURABLE, 1)],
+)
+def test_the_step_is_told_once_it_was_made(state: "pool_pb.SampleState.ValueType", step: int | None) -> None:
+    assert Sample(record(state)).step == step
+
+
+def test_a_dropped_sample_tells_why() -> None:
+    assert list(table([Sample(NO_BATCH)]))[1].split()[:5] == ["9.0", "dropped", "2", "stale", "-"]
+    assert next(describe(Sample(NO_BATCH), str)) == "sample 9.0: dropped, stale, attempt 2"

@@ -118,6 +118,13 @@ def test_delays_between_restarts_double_up_to_a_limit() -> None:
     assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
+def test_delays_begin_anew_for_a_component_that_had_come_back() -> None:
+    state = after(*RUNNING, exited(request_id="1"), exited(request_id="2"), ComponentAlive("trainer"))
+    state = after(exited(request_id="3"), state=state)
+    assert state.exits["trainer"].verdict.delay_seconds == 0.5
+    assert state.restarts == 3  # all count for the limit
+
+
 def test_restarts_are_counted_for_each_component() -> None:
     once = rules(failurePolicy={"maxRestarts": 1})
     state = after(*RUNNING, exited("trainer"), exited("rollout-0"), under=once)

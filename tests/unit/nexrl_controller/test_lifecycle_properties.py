@@ -105,7 +105,7 @@ class Lifecycle(RuleBasedStateMachine):
     def success_means_all_that_it_says(self) -> None:
         if self.state.phase is Phase.SUCCEEDED:
             assert self.state.is_trained
-            assert self.state.reason == "Stopped" or (
+            assert self.state.reason in ("Stopped", "DataExhausted") or (
                 self.state.step >= RULES.total_steps and self.state.validated_version >= RULES.total_steps
             )
 

@@ -1,5 +1,7 @@
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +25,22 @@ Run = Callable[..., dict[str, GenerationResult]]
 Reference = Callable[..., Tensor]
 
 EOS = 1
+
+
+def seeds(first: int, n: int) -> tuple[int, ...]:
+    """Neighbours: what they draw must have nothing in common all the same."""
+    return tuple(range(first, first + n))
+
+
+def seeded(seed: int, n: int, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(n=n, seeds=seeds(seed, n), **fields)
+
+
 MIXED = [
-    GenerationRequest("one", (5, 6, 7), max_new_tokens=12, n=3, seed=1),
-    GenerationRequest("hot", (9,), max_new_tokens=9, n=2, temperature=1.7, seed=2),
+    GenerationRequest("one", (5, 6, 7), max_new_tokens=12, n=3, seeds=seeds(1, 3)),
+    GenerationRequest("hot", (9,), max_new_tokens=9, n=2, temperature=1.7, seeds=seeds(2, 2)),
     GenerationRequest("greedy", (2, 3, 4, 5, 6, 7, 8, 9), max_new_tokens=10, temperature=0.0),
-    GenerationRequest("long", tuple(range(2, 22)), max_new_tokens=7, n=4, temperature=0.6, seed=3),
+    GenerationRequest("long", tuple(range(2, 22)), max_new_tokens=7, n=4, temperature=0.6, seeds=seeds(3, 4)),
 ]
 
 
@@ -87,8 +100,8 @@ def test_weights_swapped_mid_generation_continue_as_a_full_forward_of_the_new_we
     # Chunks of the recomputation are smaller than the batch: 7 rows, at most 2 of the longest at a time.
     engine = make_engine(model, max_prefill_tokens=50)
     requests = [
-        GenerationRequest("a", (5, 6, 7), max_new_tokens=12, n=4, seed=7),
-        GenerationRequest("b", tuple(range(2, 18)), max_new_tokens=12, n=3, seed=8),
+        GenerationRequest("a", (5, 6, 7), max_new_tokens=12, n=4, seeds=seeds(7, 4)),
+        GenerationRequest("b", tuple(range(2, 18)), max_new_tokens=12, n=3, seeds=seeds(8, 3)),
     ]
     for request in requests:
         engine.submit(request)
@@ -107,6 +120,30 @@ def test_weights_swapped_mid_generation_continue_as_a_full_forward_of_the_new_we
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
+def test_a_completion_of_two_versions_is_drawn_again_in_parts_by_each(
+    model: PreTrainedModel, other_model: PreTrainedModel, make_engine: MakeEngine, run: Run
+) -> None:
+    whole = GenerationRequest("r", (5, 6, 7), max_new_tokens=20, temperature=2.0, seeds=(8,))
+    engine = make_engine(model)
+    engine.submit(whole)
+    for _ in range(5):
+        assert engine.step() == []
+    engine.load_weights(other_model.state_dict(), version=5)
+    (recorded,) = run(engine, [])["r"].completions
+    drawn = recorded.policy_versions.count(0)
+    assert set(recorded.policy_versions) == {0, 5}
+    (first,) = run(make_engine(model), [replace(whole, max_new_tokens=drawn)])["r"].completions
+    going_on = replace(
+        whole,
+        prompt_ids=(*whole.prompt_ids, *recorded.token_ids[:drawn]),
+        drawn_tokens=drawn,
+        max_new_tokens=20 - drawn,
+    )
+    (second,) = run(make_engine(other_model), [going_on])["r"].completions
+    assert (*first.token_ids, *second.token_ids) == recorded.token_ids
+    assert (*first.logprobs, *second.logprobs) == pytest.approx(recorded.logprobs, abs=1e-4)
+
+
 def test_a_prompt_is_prefilled_once_for_all_its_samples(model: PreTrainedModel, other_model: PreTrainedModel) -> None:
     engine = Engine(other_model, eos_token_ids=(EOS,), limits=Limits(max_tokens_per_row=64))
     engine.load_weights(model.state_dict(), version=0)
@@ -121,7 +158,9 @@ def test_samples_of_one_prompt_are_independent(model: PreTrainedModel, make_engi
     """First tokens of many samples follow the model's distribution: sharing the prefill correlates nothing."""
     n = 4000
     engine = make_engine(model, max_rows=n)
-    completions = run(engine, [GenerationRequest("r", (5, 6, 7), max_new_tokens=2, n=n, seed=0)])["r"].completions
+    completions = run(engine, [GenerationRequest("r", (5, 6, 7), max_new_tokens=2, n=n, seeds=seeds(0, n))])[
+        "r"
+    ].completions
     with torch.no_grad():
         expected_V = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
     first = torch.tensor([completion.token_ids[0] for completion in completions])
@@ -137,10 +176,47 @@ def test_samples_of_one_prompt_are_independent(model: PreTrainedModel, make_engi
 def test_a_seed_reproduces_the_samples_whatever_shares_the_batch(
     model: PreTrainedModel, make_engine: MakeEngine, run: Run
 ) -> None:
-    request = GenerationRequest("r", (5, 6, 7), max_new_tokens=12, n=4, seed=11)
+    request = GenerationRequest("r", (5, 6, 7), max_new_tokens=12, n=4, seeds=seeds(11, 4))
     alone = run(make_engine(model), [request])["r"]
     crowded = run_staggered(make_engine(model), [*MIXED, request], steps_between=2)["r"]
     assert [c.token_ids for c in alone.completions] == [c.token_ids for c in crowded.completions]
+
+
+def test_one_sample_is_drawn_again_alone_by_its_seed(
+    model_factory: Callable[[int], PreTrainedModel], make_engine: MakeEngine, run: Run
+) -> None:
+    policy = model_factory(1)
+    in_full_batch = run_staggered(make_engine(policy, blank=model_factory(99)), MIXED, steps_between=2)
+    engine = make_engine(policy, blank=model_factory(99))
+    for request in MIXED:
+        for recorded in in_full_batch[request.request_id].completions:
+            assert recorded.seed is not None
+            # Alone, with room for more: neither n nor the number of tokens decides what is drawn.
+            again = replace(request, n=1, seeds=(recorded.seed,), max_new_tokens=request.max_new_tokens + 5)
+            (completion,) = run(engine, [again])[request.request_id].completions
+            drawn = len(recorded.token_ids)
+            assert completion.token_ids[:drawn] == recorded.token_ids
+            assert completion.logprobs[:drawn] == pytest.approx(recorded.logprobs, abs=1e-4)
+
+
+def test_a_completion_goes_on_from_its_middle_with_the_random_numbers_that_follow(
+    model: PreTrainedModel, make_engine: MakeEngine, run: Run
+) -> None:
+    engine = make_engine(model)
+    whole = GenerationRequest("r", (5, 6, 7), max_new_tokens=20, temperature=2.0, seeds=(3,))
+    (completion,) = run(engine, [whole])["r"].completions
+    for drawn in range(1, len(completion.token_ids)):
+        rest = replace(whole, prompt_ids=(*whole.prompt_ids, *completion.token_ids[:drawn]), drawn_tokens=drawn)
+        (going_on,) = run(engine, [replace(rest, max_new_tokens=20 - drawn)])["r"].completions
+        assert going_on.token_ids == completion.token_ids[drawn:]
+
+
+def test_different_seeds_draw_different_samples(model: PreTrainedModel, make_engine: MakeEngine, run: Run) -> None:
+    n = 64
+    request = GenerationRequest("r", (5, 6, 7), max_new_tokens=30, n=n, temperature=2.0, seeds=seeds(0, n))
+    completions = run(make_engine(model, max_rows=n), [request])["r"].completions
+    assert len({completion.token_ids for completion in completions if len(completion.token_ids) > 8}) > n / 2
+    assert len({completion.seed for completion in completions}) == n
 
 
 def test_requests_without_a_seed_differ_and_the_engine_seed_reproduces_them(
@@ -159,9 +235,11 @@ def test_completions_end_at_eos_stop_token_budget_and_row_length(
     results = run(
         engine,
         [
-            GenerationRequest("any", (5, 6), max_new_tokens=100, n=64, temperature=2.0, seed=0),
-            GenerationRequest("stop", (5, 6), max_new_tokens=100, n=16, stop_token_ids=tuple(range(2, 23)), seed=0),
-            GenerationRequest("short", (5, 6), max_new_tokens=1, n=16, seed=0),
+            GenerationRequest("any", (5, 6), max_new_tokens=100, n=64, temperature=2.0, seeds=seeds(0, 64)),
+            GenerationRequest(
+                "stop", (5, 6), max_new_tokens=100, n=16, stop_token_ids=tuple(range(2, 23)), seeds=seeds(0, 16)
+            ),
+            GenerationRequest("short", (5, 6), max_new_tokens=1, n=16, seeds=seeds(0, 16)),
         ],
     )
     for completion in results["any"].completions:
@@ -175,7 +253,7 @@ def test_completions_end_at_eos_stop_token_budget_and_row_length(
 
 requests_strategy = st.lists(
     st.builds(
-        GenerationRequest,
+        seeded,
         request_id=st.uuids().map(str),
         prompt_ids=st.lists(st.integers(0, 22), min_size=1, max_size=12).map(tuple),
         n=st.integers(1, 4),
@@ -253,7 +331,9 @@ def test_impossible_requests_are_refused_with_the_values(model: PreTrainedModel,
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_k", -1),
-        ("seed", -1),
+        ("seeds", (-1,)),
+        ("seeds", (1, 2)),
+        ("drawn_tokens", 2),
     ],
 )
 def test_a_request_with_a_wrong_field_cannot_be_built(field: str, value: object) -> None:
@@ -275,7 +355,7 @@ def test_a_full_queue_and_a_repeated_id_are_refused(model: PreTrainedModel, make
 
 def test_cancelling_frees_the_rows_and_returns_what_there_is(model: PreTrainedModel, make_engine: MakeEngine) -> None:
     engine = make_engine(model, max_rows=2)
-    engine.submit(GenerationRequest("running", (5,), max_new_tokens=50, n=2, temperature=2.0, seed=0))
+    engine.submit(GenerationRequest("running", (5,), max_new_tokens=50, n=2, temperature=2.0, seeds=seeds(0, 2)))
     engine.submit(GenerationRequest("waiting", (5,), max_new_tokens=50, n=2))
     engine.step()
     running, waiting = engine.cancel("running"), engine.cancel("waiting")
@@ -290,7 +370,7 @@ def test_wrong_weights_are_refused_and_change_nothing(
     model: PreTrainedModel, other_model: PreTrainedModel, make_engine: MakeEngine, run: Run
 ) -> None:
     engine = make_engine(model)
-    request = GenerationRequest("r", (5, 6, 7), max_new_tokens=12, n=4, seed=11)
+    request = GenerationRequest("r", (5, 6, 7), max_new_tokens=12, n=4, seeds=seeds(11, 4))
     before = run(engine, [request])
     state = dict(other_model.state_dict())
     norm = state["model.norm.weight"]
@@ -309,7 +389,7 @@ def test_wrong_weights_are_refused_and_change_nothing(
 def test_a_tied_tensor_may_come_under_either_name(
     model: PreTrainedModel, make_engine: MakeEngine, run: Run, absent: str
 ) -> None:
-    request = GenerationRequest("r", (5, 6, 7), max_new_tokens=12, n=4, seed=11)
+    request = GenerationRequest("r", (5, 6, 7), max_new_tokens=12, n=4, seeds=seeds(11, 4))
     expected = run(make_engine(model), [request])
     engine = make_engine(None)
     engine.load_weights({name: tensor for name, tensor in model.state_dict().items() if name != absent}, version=0)

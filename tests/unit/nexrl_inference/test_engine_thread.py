@@ -18,8 +18,8 @@ from nexrl_inference import Engine, EngineThread, GenerationRequest, GenerationR
 Reference = Callable[..., Tensor]
 
 # No token ends it, and its row is seconds long: it is in flight for as long as a test needs it.
-ENDLESS = GenerationRequest("endless", (5, 6, 7), max_new_tokens=5000, n=2, seed=0)
-SHORT = GenerationRequest("short", (5, 6, 7), max_new_tokens=3, n=2, seed=0)
+ENDLESS = GenerationRequest("endless", (5, 6, 7), max_new_tokens=5000, n=2, seeds=(0, 1))
+SHORT = GenerationRequest("short", (5, 6, 7), max_new_tokens=3, n=2, seeds=(0, 1))
 
 
 class StepCountingEngine(Engine):
@@ -36,7 +36,10 @@ def engine(other_model: PreTrainedModel) -> StepCountingEngine:
 
 
 async def test_concurrent_requests_get_their_own_results(engine: Engine, model: PreTrainedModel) -> None:
-    requests = [GenerationRequest(str(i), (i,), max_new_tokens=1 + i % 3, n=1 + i % 4, seed=i) for i in range(20)]
+    requests = [
+        GenerationRequest(str(i), (i,), max_new_tokens=1 + i % 3, n=1 + i % 4, seeds=tuple(range(i, i + 1 + i % 4)))
+        for i in range(20)
+    ]
     async with EngineThread(engine) as thread:
         await thread.load_weights(model.state_dict(), version=0)
         results = await asyncio.gather(*map(thread.generate, requests))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nexrl_inference.sampling import SamplingBatch, sample_tokens, sampled_logprobs
+from nexrl_inference.sampling import SamplingBatch, sample_tokens, sampled_logprobs, uniforms
 
 
 def batch(rows: list[tuple[float, float, int]], uniforms: list[float] | None = None) -> SamplingBatch:
@@ -79,6 +79,28 @@ def test_uniform_numbers_select_tokens_in_proportion_to_their_probability() -> N
     tokens_B, logprobs_B = sample_tokens(probabilities_V.log().expand(n, 4), batch([(1.0, 1.0, 0)] * n, uniforms))
     torch.testing.assert_close(tokens_B.bincount() / n, probabilities_V, atol=2 / n, rtol=0)
     torch.testing.assert_close(logprobs_B, probabilities_V.log()[tokens_B])
+
+
+def test_random_numbers_are_those_of_the_generator_that_the_seed_starts() -> None:
+    def mixed(state: int) -> int:
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        return state ^ (state >> 31)
+
+    for seed in (0, 1, 2**63 - 1):
+        state = mixed((seed + 0x9E3779B97F4A7C15) % 2**64)
+        for draw in range(3):
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            assert uniforms([seed], [draw])[0] == (mixed(state) >> 11) / 2**53
+
+
+def test_random_numbers_are_uniform_over_seeds_and_over_draws() -> None:
+    n = 20_000
+    for numbers in (uniforms(range(n), [0] * n), uniforms([5] * n, range(n))):
+        assert ((numbers >= 0) & (numbers < 1)).all()
+        counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+        assert (abs(counts - n / 20) < 5 * (n * 0.05 * 0.95) ** 0.5).all()
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 5 / n**0.5
 
 
 def test_greedy_takes_the_likeliest_token_with_the_models_own_logprob() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -59,7 +60,7 @@ async def chat(
 ) -> AsyncIterator[tuple[Session, openai.AsyncOpenAI]]:
     """A session, and a client of it."""
     async with gateway_over(engine, max_context_tokens, timeout_seconds) as gateway:
-        with gateway.session(sampling) as session:
+        with gateway.session(sampling, count()) as session:
             endpoint = gateway.endpoint(session)
             async with openai.AsyncOpenAI(
                 base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
@@ -94,6 +95,9 @@ async def test_three_turns_of_an_openai_client_are_one_contiguous_trajectory() -
     ]
     assert [span.policy_version for span in trajectory.spans] == [len(r.prompt_token_ids) for r in engine.requests]
     assert trajectory.response == "ab12\nab12\nab12"
+    assert [list(request.seeds) for request in engine.requests] == [[0], [1], [2]]
+    contexts = [trajectory.token_ids[: completion.start] for completion in trajectory.completions]
+    assert contexts == [request.prompt_token_ids for request in engine.requests]
 
 
 async def test_assistant_message_carries_its_tokens() -> None:
@@ -129,9 +133,9 @@ async def test_sampling_is_the_sessions_whatever_the_client_asks_for() -> None:
                 top_p=0.1,
                 seed=1,
             )
-    for request in engine.requests:
+    for turn, request in enumerate(engine.requests):
+        assert list(request.seeds) == [turn]
         assert (request.temperature, request.top_p, request.top_k, request.n) == (0.5, 0.9, 7, 1)
-        assert not request.HasField("seed")
     assert [request.max_new_tokens for request in engine.requests] == [2, 16]
 
 
@@ -154,7 +158,7 @@ async def test_completion_is_limited_to_the_room_that_is_left() -> None:
 @pytest.mark.parametrize("session_id", ["unknown", "ended"])
 async def test_session_that_is_not_open_is_refused(session_id: str) -> None:
     async with gateway_over(spelled("ab")) as gateway:
-        with gateway.session(SAMPLING) as session:
+        with gateway.session(SAMPLING, count()) as session:
             ended = session.id
         url = f"{gateway.address}/s/{ended if session_id == 'ended' else 'guess'}/v1/chat/completions"
         async with aiohttp.ClientSession() as http, http.post(url, json={"messages": []}) as response:
@@ -178,7 +182,7 @@ async def test_session_that_is_not_open_is_refused(session_id: str) -> None:
 async def test_wrong_request_is_refused_with_what_is_wrong(body: bytes, message: str) -> None:
     engine = spelled("ab")
     async with gateway_over(engine) as gateway:
-        with gateway.session(SAMPLING) as session:
+        with gateway.session(SAMPLING, count()) as session:
             url = f"{gateway.endpoint(session).base_url}/chat/completions"
             async with aiohttp.ClientSession() as http, http.post(url, data=body) as response:
                 assert response.status == 400

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
+from itertools import product
 
 import pytest
 
 from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError, UnavailableError
-from nexrl.policy import Sampling
+from nexrl.policy import Sampling, draw_seed
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from tests.support.rollout import (
     FakeEngine,
@@ -18,20 +19,27 @@ from tests.support.rollout import (
     serving,
 )
 
-SAMPLING = Sampling(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=5, seed=3)
+SAMPLING = Sampling(max_new_tokens=8, temperature=0.7, top_p=0.9, top_k=5)
 
 
 @pytest.mark.guide("F1", "F2")
 async def test_request_carries_the_prompt_and_the_sampling() -> None:
     engine = FakeEngine()
     async with policy_over(engine) as policy:
-        completions = await policy.generate([5, 6, 7], 2, SAMPLING)
+        completions = await policy.generate([5, 6, 7], 2, SAMPLING, seeds=[3, 4])
     assert [list(c.token_ids) for c in completions] == [[7, 6, 5], [7, 6, 5]]
     request = engine.requests[0]
     assert list(request.prompt_token_ids) == [5, 6, 7]
-    assert (request.n, request.max_new_tokens, request.temperature, request.top_p, request.top_k, request.seed) == (
-        *(2, 8, 0.7, 0.9, 5, 3),
-    )
+    assert (request.n, request.max_new_tokens, request.temperature, request.top_p, request.top_k) == (2, 8, 0.7, 0.9, 5)
+    assert list(request.seeds) == [3, 4]
+
+
+def test_each_turn_of_each_attempt_has_a_seed_of_its_own_that_does_not_change() -> None:
+    attempts = list(product((0, 1), ("3.0", "3.1"), (1, 2), (0, 1)))
+    seeds = [draw_seed(*attempt) for attempt in attempts]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert draw_seed(0, "3.0", 1) == 598567521880539443
 
 
 async def test_replica_with_the_fewest_completions_in_flight_is_chosen() -> None:

@@ -1,5 +1,6 @@
 """Sessions: what was served is extended by token ids, never made from text again."""
 
+from itertools import count
 from typing import Any
 
 from hypothesis import given
@@ -38,12 +39,12 @@ def trajectories(session: Session) -> list[Trajectory]:
 
 
 def test_first_prompt_is_the_chat_template() -> None:
-    prompt = Session(Sampling(4)).prompt(CODEC, [user("ab")])
+    prompt = Session(Sampling(4), count()).prompt(CODEC, [user("ab")])
     assert prompt.token_ids == CODEC.encode("<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_next_prompt_keeps_the_served_tokens_though_their_text_would_be_tokenized_otherwise() -> None:
-    session, messages = Session(Sampling(4)), [user("x")]
+    session, messages = Session(Sampling(4), count()), [user("x")]
     first = serve(session, messages, [A, B, END])
     messages.append(user("y"))
     second = session.prompt(CODEC, messages)
@@ -53,7 +54,7 @@ def test_next_prompt_keeps_the_served_tokens_though_their_text_would_be_tokenize
 
 
 def test_cut_reply_is_closed_by_context_that_is_not_trained() -> None:
-    session, messages = Session(Sampling(4)), [user("x")]
+    session, messages = Session(Sampling(4), count()), [user("x")]
     serve(session, messages, [A, A], "length")
     messages.append(user("y"))
     serve(session, messages, [B, END])
@@ -64,7 +65,7 @@ def test_cut_reply_is_closed_by_context_that_is_not_trained() -> None:
 
 
 def test_history_with_tokens_and_extra_keys_echoed_by_the_client_is_the_same_history() -> None:
-    session, messages = Session(Sampling(4)), [user("x")]
+    session, messages = Session(Sampling(4), count()), [user("x")]
     serve(session, messages, [A, END])
     messages[-1] |= {"prompt_token_ids": [7], "generation_token_ids": [7], "refusal": None, "tool_calls": None}
     messages.append(user("y"))
@@ -72,7 +73,7 @@ def test_history_with_tokens_and_extra_keys_echoed_by_the_client_is_the_same_his
 
 
 def test_edited_history_begins_a_new_chain_and_is_marked() -> None:
-    session, messages = Session(Sampling(4)), [user("x")]
+    session, messages = Session(Sampling(4), count()), [user("x")]
     serve(session, messages, [A, END])
     edited: Messages = [user("x"), {"role": "assistant", "content": "something else"}, user("y")]
     prompt = serve(session, edited, [B, END])
@@ -85,13 +86,13 @@ def test_edited_history_begins_a_new_chain_and_is_marked() -> None:
 
 
 def test_examples_in_the_first_request_are_no_edit() -> None:
-    session = Session(Sampling(4))
+    session = Session(Sampling(4), count())
     prompt = serve(session, [user("x"), {"role": "assistant", "content": "example"}, user("y")], [A, END])
     assert not prompt.is_break
 
 
 def test_second_continuation_of_one_turn_does_not_train_its_tokens_twice() -> None:
-    session, opening = Session(Sampling(4)), [user("x")]
+    session, opening = Session(Sampling(4), count()), [user("x")]
     serve(session, opening, [A, B, END])
     serve(session, [*opening, user("y")], [B, END])
     serve(session, [*opening, user("z")], [B, B, END])
@@ -102,14 +103,14 @@ def test_second_continuation_of_one_turn_does_not_train_its_tokens_twice() -> No
 
 
 def test_tools_are_part_of_what_names_a_history() -> None:
-    session, messages = Session(Sampling(4)), [user("x")]
+    session, messages = Session(Sampling(4), count()), [user("x")]
     serve(session, messages, [A, END])
     assert session.prompt(CODEC, [*messages, user("y")], [{"type": "function"}]).continues is None
 
 
 def test_model_without_roles_goes_on_after_its_own_end_of_sequence() -> None:
     codec = TextCodec(build_tokenizer(experiment().spec.model))
-    session = Session(Sampling(4))
+    session = Session(Sampling(4), count())
     first = session.prompt(codec, [user("12")])
     eos = 2
     messages = [user("12"), {"role": "assistant", "content": "3"}]
@@ -123,7 +124,7 @@ REPLIES = st.tuples(st.lists(st.sampled_from([A, B, AB]), min_size=1, max_size=6
 
 @given(st.lists(REPLIES, min_size=1, max_size=5))
 def test_any_conversation_is_one_contiguous_trajectory(replies: list[tuple[list[int], bool]]) -> None:
-    session, messages = Session(Sampling(8)), [user("go")]
+    session, messages = Session(Sampling(8), count()), [user("go")]
     served: list[int] = []
     for token_ids, is_finished in replies:
         completed = [*token_ids, END] if is_finished else token_ids
@@ -138,6 +139,6 @@ def test_any_conversation_is_one_contiguous_trajectory(replies: list[tuple[list[
 
 
 def test_session_ids_cannot_be_guessed() -> None:
-    ids = {Session(Sampling(4)).id for _ in range(100)}
+    ids = {Session(Sampling(4), count()).id for _ in range(100)}
     assert len(ids) == 100
     assert min(map(len, ids)) >= 43

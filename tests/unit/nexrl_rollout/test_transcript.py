@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nexrl.errors import InvalidArgumentError
 from nexrl.transcript import Transcript
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
+from nexrl.v1.trajectory_pb2 import Draw
 from tests.support.rollout import completion
 
 TOKENS = st.lists(st.integers(0, 50), max_size=6)
@@ -37,6 +38,18 @@ def test_spans_cover_exactly_the_generated_tokens_with_their_versions(
 def test_completion_whose_arrays_differ_in_length_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="1 tokens, 2 log-probabilities"):
         Transcript([1]).add_completion(GeneratedCompletion(token_ids=[1], logprobs=[-1, -1], policy_versions=[0]))
+
+
+def test_each_completion_is_recorded_with_how_it_was_drawn() -> None:
+    transcript = Transcript([1, 2])
+    first = completion([5, 6, 7], versions=[0, 0, 1])
+    first.draw.CopyFrom(Draw(seed=9, temperature=0.5, max_new_tokens=4))
+    transcript.add_completion(first)
+    transcript.add_context([3])
+    transcript.add_completion(completion([8]))  # of an engine that does not tell
+    first_span, second_span = transcript.trajectory(0.5).completions
+    assert (first_span.start, first_span.end, first_span.draw) == (2, 5, first.draw)
+    assert (second_span.start, second_span.end, second_span.HasField("draw")) == (6, 7, False)
 
 
 def test_trajectory_is_a_copy() -> None:

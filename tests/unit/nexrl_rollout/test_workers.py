@@ -8,7 +8,7 @@ import pytest
 
 from nexrl.environment import Endpoint, Outcome, Task
 from nexrl.errors import InvalidArgumentError
-from nexrl.policy import Policy
+from nexrl.policy import Policy, draw_seed
 from nexrl.rewards import exact_match, math_answer
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
@@ -58,6 +58,7 @@ async def test_simple_samples_a_whole_group_in_one_call_and_scores_each() -> Non
     (request,) = engine.requests
     assert (request.n, request.max_new_tokens, request.temperature) == (4, 16, 1.0)  # the lease's temperature
     assert list(request.prompt_token_ids) == SCRATCH.encode_prompt("12")
+    assert list(request.seeds) == [draw_seed(0, f"0.{index}", 1) for index in range(4)]
     assert [result.trajectories[0].reward for result in results] == [1.0, 0.0, 1.0, 0.0]
     assert [result.sample_id for result in results] == ["0.0", "0.1", "0.2", "0.3"]
     trajectory = results[0].trajectories[0]

@@ -16,7 +16,7 @@ from nexrl_trainer.checkpoint import (
     find_latest_checkpoint,
     load_checkpoint,
     prune_checkpoints,
-    read_metadata,
+    put_aside,
     save_checkpoint,
 )
 from nexrl_trainer.step import Learner
@@ -38,6 +38,12 @@ def assert_equal_state(first: Learner, second: Learner) -> None:
 
 def save(folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase) -> Path:
     return save_checkpoint(folder, learner, tokenizer, CheckpointMetadata(step=learner.step))
+
+
+def settle(folder: Path) -> None:
+    """Make all checkpoints so old that no copy of the ledger can lack them."""
+    for marker in folder.glob("*/checkpoint.json"):
+        os.utime(marker, (0, 0))
 
 
 @pytest.mark.guide("J12", "L18")
@@ -113,13 +119,14 @@ def test_a_writer_killed_at_any_write_leaves_the_previous_checkpoint_the_latest(
     while sync_calls_of_a_save(tmp_path, learner, tokenizer, die_at=kills) == KILLED:
         latest = find_latest_checkpoint(tmp_path)
         assert latest is not None
-        read_metadata(latest)
+        load_checkpoint(latest, resumed)
         if latest != previous:
             break  # the last write is that of the folder, after the rename: complete, and merely not yet known to be
         kills += 1
     assert kills >= 5  # model, configuration, tokenizer, state, marker
     load_checkpoint(tmp_path / "global_step_1", resumed)
     assert_equal_state(learner, resumed)
+    settle(tmp_path)
     assert prune_checkpoints(tmp_path, keep=1) == [previous]
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
 
@@ -171,5 +178,33 @@ def test_pruning_keeps_the_newest(
     learner = build_learner()
     for learner.step in (2, 9, 10):
         save(tmp_path, learner, tokenizer)
+    settle(tmp_path)
     prune_checkpoints(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_9"]
+
+
+def test_pruning_keeps_what_a_ledger_that_lost_its_last_seconds_resumes_from(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner = build_learner()
+    for learner.step in (2, 4):
+        save(tmp_path, learner, tokenizer)
+    settle(tmp_path)
+    for learner.step in (6, 8, 10):
+        save(tmp_path, learner, tokenizer)
+    assert prune_checkpoints(tmp_path, keep=2) == [tmp_path / "global_step_2"]
+
+
+def test_a_checkpoint_that_was_put_aside_is_never_the_latest_nor_pruned(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner = build_learner()
+    for learner.step in (2, 4):
+        save(tmp_path, learner, tokenizer)
+    for name in ("global_step_4.ahead-of-ledger", "global_step_4.ahead-of-ledger1"):
+        assert put_aside(tmp_path / "global_step_4") == tmp_path / name
+        assert find_latest_checkpoint(tmp_path) == tmp_path / "global_step_2"
+        save(tmp_path, learner, tokenizer)
+    settle(tmp_path)
+    assert prune_checkpoints(tmp_path, keep=1) == [tmp_path / "global_step_2"]
+    assert (tmp_path / "global_step_4.ahead-of-ledger/checkpoint.json").exists()

@@ -96,6 +96,18 @@ def test_same_batches_give_the_same_weights_bit_for_bit(build_learner: BuildLear
     assert all(torch.equal(tensor, weights(second)[name]) for name, tensor in weights(first).items())
 
 
+def test_a_batch_with_nothing_to_train_counts_as_a_step_and_has_no_means(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    learner, batch = build_learner(), build_batch(seed=0)
+    before = weights(learner)
+    figures = learner.train(batch.select(np.zeros(len(batch.lengths_B), np.bool_))).figures()
+    assert (figures["step"], figures["loss"], figures["token_count"]) == (1, 0, 0)
+    assert not {"entropy", "ratio_mean", "mismatch_kl", "clip_fraction"} & figures.keys()
+    assert learner.train(batch).figures()["entropy"] > 0
+    assert before.keys() == weights(learner).keys()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_raises_the_probability_of_what_was_good(build_learner: BuildLearner, dtype: str) -> None:
     learner = build_learner(dtype=dtype)

@@ -1,18 +1,27 @@
 """Every kind of bad result is refused at the edge, by the name of its field; the trainer never meets one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.v1 import trajectory_pb2 as pb
+from nexrl_trajectory_pool import results as checked
+from nexrl_trajectory_pool.ledger import ProducedSample
 from nexrl_trajectory_pool.pool import group_key
-from nexrl_trajectory_pool.results import MAX_SAMPLE_BYTES, produced_samples
+from nexrl_trajectory_pool.results import MAX_SAMPLE_BYTES
 from tests.support.pool import failed, scored, trajectory
 
 LEASE = pb.SampleLease(sample_id="3.1", attempt=2)
 Change = Callable[[pb.SampleResult], object]
 FIRST = "results[0].trajectories[0]"
+
+
+def produced_samples(
+    results: Sequence[pb.SampleResult], key_list: Sequence[str] | None, vocabulary_size: int | None = None
+) -> list[ProducedSample]:
+    payloads = [result.SerializeToString() for result in results]
+    return checked.produced_samples(payloads, key_list, vocabulary_size)
 
 
 def changed(change: Change) -> pb.SampleResult:
@@ -61,6 +70,15 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 
 
+def test_one_bad_trajectory_of_a_sample_refuses_all_of_them() -> None:
+    def add_another(result: pb.SampleResult) -> None:
+        result.trajectories.add().CopyFrom(result.trajectories[0])
+        result.trajectories[1].ClearField("token_ids")
+
+    with pytest.raises(InvalidArgumentError, match=r"results\[0\].trajectories\[1\].token_ids"):
+        produced_samples([changed(add_another)], ["task_id"])
+
+
 @pytest.mark.guide("S3")
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_result_is_refused_by_the_name_of_its_field(name: str) -> None:
@@ -75,6 +93,14 @@ def test_a_token_that_the_model_has_not_is_refused() -> None:
     assert produced_samples(results, ["task_id"], vocabulary_size=12)
     with pytest.raises(InvalidArgumentError, match=r"token_ids: 11; the model has 11 tokens"):
         produced_samples(results, ["task_id"], vocabulary_size=11)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"\x0a\x05abc", b"\x22\x04\x0a\x02\x80\x80"], ids=["cut short", "tokens cut short"]
+)
+def test_bytes_that_are_no_result_are_refused_by_their_place(payload: bytes) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"results\[1\]: no SampleResult"):
+        checked.produced_samples([scored(LEASE).SerializeToString(), payload], [])
 
 
 def test_all_that_is_wrong_is_told_at_once_and_nothing_is_produced() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from nexrl.errors import LeaseLostError, NotFoundError
-from nexrl_weight_sync.coordinator import Cause, Coordinator, Outcome, Replica, State, Weights
+from nexrl_weight_sync.coordinator import NO_VERSION, Cause, Coordinator, Outcome, Replica, State, Weights
 from tests.support.weights import LEASE_SECONDS, rules
 
 NOW = 100.0
@@ -61,6 +61,33 @@ def test_a_trainer_without_an_open_group_gets_a_new_epoch() -> None:
     synced(made, 0)
     synced(made, 1, open_epoch=0)
     assert made.state.epoch == 2
+
+
+def test_a_version_that_the_trainers_ledger_has_lost_is_forgotten() -> None:
+    made = coordinator("a", is_due=lambda policy_version: policy_version == 5)
+    synced(made, 5)
+    assert made.held_version == 5
+    assert not made.forget_above(5)
+    assert made.forget_above(4)
+    assert (made.committed, made.held_version, ready_ids(made)) == (Weights(), NO_VERSION, [])
+    assert synced(made, 3).committed
+    assert ready_ids(made) == ["a"]
+
+
+def test_a_transfer_of_what_is_forgotten_ends() -> None:
+    made = coordinator("a")
+    synced(made, 5)
+    sync = made.begin("r", Weights(6, "d6"), made.state.epoch, NOW)
+    made.forget_above(4)
+    outcome = made.outcome(sync.sync_id)
+    assert outcome is not None
+    assert outcome.cause is Cause.SUPERSEDED
+
+
+def test_an_epoch_that_was_forgotten_is_not_used_again() -> None:
+    made = coordinator("a", state=State(Weights(2, "d2"), epoch=4))
+    synced(made, 3, open_epoch=5)
+    assert made.state.epoch == 6
 
 
 def test_a_failed_transfer_is_followed_by_a_new_epoch_with_the_same_members() -> None:

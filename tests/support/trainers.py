@@ -1,0 +1,288 @@
+"""Trainer processes that die and come back, all that they need, and a record of what they told the pool.
+
+Trainer and replica are processes. The pool and weight sync run in the test's own, on real sockets and a real Redis,
+each behind a relay at which a test can step in before and after every call.
+"""
+
+import asyncio
+import hashlib
+import multiprocessing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+
+from nexrl.models import build_model, iter_weights
+from nexrl.rpc.client import CLIENT_OPTIONS
+from nexrl.spec import Experiment, dump_resolved
+from nexrl.v1 import train_batch_pool_service_pb2 as pb
+from nexrl.v1 import trajectory_pb2
+from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
+from nexrl.weights.packing import tensor_specs
+from nexrl_trainer.checkpoint import find_latest_checkpoint
+from nexrl_weight_sync import server as weight_sync_server
+from tests.support import replica_process, trainer_process
+from tests.support.pool import TAG, PoolClient, running_pool, scored
+from tests.support.services import running_service
+from tests.support.trainer_process import Suicide
+
+LIFE_SECONDS = 60.0
+"""Longest life of one trainer."""
+LOOPBACK = "127.0.0.1"
+
+# One process imports torch, trainers and replicas are forks of it.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload([replica_process.__name__, trainer_process.__name__])
+
+SampleIds = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a trainer, as a relay sees it: before it is passed on (`response` None), or before it is answered."""
+
+    name: str
+    request: bytes
+    response: bytes | None = None
+
+
+class Relay(grpc.GenericRpcHandler):
+    """Passes calls on as they are, and shows each to `observe`, before and after."""
+
+    def __init__(self, target: str, observe: Callable[[Call], Awaitable[None]]) -> None:
+        self._channel: Any = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._observe = observe
+
+    def service(self, handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        if method.endswith("/WatchReplicas"):
+            return grpc.unary_stream_rpc_method_handler(partial(self._stream, method))
+        return grpc.unary_unary_rpc_method_handler(partial(self._pass, method))
+
+    async def _pass(self, method: str, request: bytes, context: Any) -> bytes:
+        call = self._call(method, request, context.time_remaining())
+        # A wait ends with its caller. What moves the ledger is seen to its end, as the pool would: the record needs it.
+        is_wait = "/Lease" in method
+        try:
+            return await (call if is_wait else asyncio.shield(asyncio.ensure_future(call)))
+        except grpc.aio.AioRpcError as error:
+            await _fail(error, context)
+
+    async def _call(self, method: str, request: bytes, seconds: float) -> bytes:
+        name = method.rpartition("/")[2]
+        await self._observe(Call(name, request))
+        response: bytes = await self._channel.unary_unary(method)(request, timeout=seconds)
+        await self._observe(Call(name, request, response))
+        return response
+
+    async def _stream(self, method: str, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        try:
+            async for response in self._channel.unary_stream(method)(request, timeout=context.time_remaining()):
+                yield response
+        except grpc.aio.AioRpcError as error:
+            await _fail(error, context)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Its address, while it serves."""
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((self,))
+        port = server.add_insecure_port(f"{LOOPBACK}:0")
+        await server.start()
+        try:
+            yield f"{LOOPBACK}:{port}"
+        finally:
+            await server.stop(None)
+            await self._channel.close()
+
+
+async def _fail(error: grpc.aio.AioRpcError, context: Any) -> NoReturn:
+    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+    raise AssertionError("abort raises")
+
+
+@dataclass(frozen=True)
+class Death:
+    """The trainer is killed at its next call `name` after `steps` steps, before it is seen or before it is answered."""
+
+    name: str
+    steps: int
+    is_seen: bool
+
+    def is_due(self, call: Call, steps: int) -> bool:
+        """Whether this is the call."""
+        return call.name == self.name and (call.response is not None) == self.is_seen and steps >= self.steps
+
+
+@dataclass
+class World:
+    """What trainers of one experiment live in, and what they did."""
+
+    folder: Path
+    experiment: Experiment
+    pool: PoolClient
+    settled_seconds: float = 0.0
+    """nexrl_trainer.checkpoint.SETTLED_SECONDS of the trainers."""
+    steps: list[SampleIds] = field(default_factory=list)
+    """What the weights of the living trainer, or of the checkpoint that it began with, are made of."""
+    acknowledged: list[tuple[int, SampleIds]] = field(default_factory=list)
+    """Every step that was ever acknowledged, in order of time."""
+    resumed_from: list[int] = field(default_factory=list)
+    """Steps in the checkpoint of each trainer that began."""
+    version: int = 0
+    """The newest version that the replicas serve."""
+    tasks: dict[str, str] = field(default_factory=dict)
+    """Task of each sample that was produced."""
+    before_call: Callable[[Call], Awaitable[None]] | None = None
+    """A test's own step in; called last."""
+    _environment: Mapping[str, str] = field(default_factory=dict)
+    _trainer: Any = None
+    _death: Death | None = None
+    _finished: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def live(self, death: Death | Suicide | float | None = None) -> int:
+        """One life of a trainer process; gives its exit code: -9 when it was killed, 0 when training was complete.
+
+        `death`: at a call, at a point in its own code, or that many seconds after its start.
+        """
+        suicide = death if isinstance(death, Suicide) else None
+        self._death = death if isinstance(death, Death) else None
+        self._finished.clear()
+        self._ended.clear()
+        arguments = (self._environment, self.folder / "trainer.log", suicide, self.settled_seconds)
+        self._trainer = _processes.Process(target=trainer_process.main, args=arguments, daemon=True)
+        self._trainer.start()
+        ended = asyncio.create_task(self._end())
+        finished = asyncio.create_task(self._finished.wait())
+        try:
+            async with asyncio.timeout(LIFE_SECONDS):
+                seconds = death if isinstance(death, float) else None
+                await asyncio.wait([ended, finished], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                if finished.done():
+                    self._trainer.terminate()
+                elif not ended.done():
+                    self._trainer.kill()
+                await ended
+        finally:
+            finished.cancel()
+            self._trainer.kill()
+            await ended
+        code: int = self._trainer.exitcode
+        return code
+
+    async def _end(self) -> None:
+        await asyncio.to_thread(self._trainer.join)
+        self._ended.set()
+
+    async def produce(self) -> None:
+        """Roll out without end: tokens and rewards depend on nothing but the task and the sample's place in it."""
+        while True:
+            for lease in (await self.pool.lease(wait_seconds=10)).leases:
+                self.tasks |= {sample.sample_id: lease.task.task_id for sample in lease.samples}
+                results = [scored(s, trajectory(lease, s.sample_id, self.version)) for s in lease.samples]
+                await self.pool.put(results)
+
+    async def observe(self, call: Call) -> None:
+        """What the relays call."""
+        if call.response is not None:
+            self._record(call)
+        if self._death is not None and self._death.is_due(call, len(self.steps)):
+            self._death = None
+            self._trainer.kill()
+            await self._ended.wait()
+            raise asyncio.CancelledError  # nobody is there to be answered
+        if self.before_call is not None:
+            await self.before_call(call)
+
+    def _record(self, call: Call) -> None:
+        match call.name:
+            case "ResumeFromCheckpoint":
+                begin = pb.ResumeFromCheckpointRequest.FromString(call.request).steps
+                self.resumed_from.append(begin)
+                del self.steps[begin:]
+            case "AckTrainBatch":
+                ack = pb.AckTrainBatchRequest.FromString(call.request)
+                assert ack.step == len(self.steps), "steps are made in their order"
+                self.steps.append(tuple(ack.sample_ids))
+                self.acknowledged.append((ack.step, tuple(ack.sample_ids)))
+            case "CommitCheckpoint":
+                if pb.CommitCheckpointRequest.FromString(call.request).steps == self.experiment.spec.trainer.steps:
+                    self._finished.set()
+            case "CommitSync":
+                answer = weight_sync_pb.CommitSyncResponse.FromString(call.response or b"")
+                self.version = max(self.version, answer.committed_version)
+
+    def final_weights(self) -> bytes:
+        """The newest checkpoint's model file."""
+        path = find_latest_checkpoint(self.folder / "checkpoints")
+        assert path is not None
+        assert path.name == f"global_step_{self.experiment.spec.trainer.steps}"
+        return (path / "model.safetensors").read_bytes()
+
+
+@asynccontextmanager
+async def running_world(folder: Path, redis_url: str, experiment: Experiment) -> AsyncIterator[World]:
+    """A pool, weight sync with one replica, and rollouts that never rest; trainers are the test's part."""
+    file = _run_folder(folder, experiment)
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(running_pool(folder, redis_url, experiment))
+        weight_sync = await stack.enter_async_context(
+            running_service(
+                folder, weight_sync_server.start, experiment, redis_url=redis_url, trajectory_pool=pool.address
+            )
+        )
+        stack.enter_context(_replica(weight_sync.address, experiment))
+        world = World(folder, experiment, pool)
+        world._environment = {
+            "NEXRL_EXPERIMENT_FILE": str(file),
+            "NEXRL_RUN_DIR": str(folder),
+            "NEXRL_INSTANCE": "trainer",
+            "NEXRL_TRAJECTORY_POOL": await stack.enter_async_context(Relay(pool.address, world.observe).running()),
+            "NEXRL_WEIGHT_SYNC": await stack.enter_async_context(Relay(weight_sync.address, world.observe).running()),
+        }
+        producing = asyncio.create_task(world.produce())
+        try:
+            yield world
+        finally:
+            producing.cancel()
+            with suppress(asyncio.CancelledError):
+                await producing
+
+
+def _run_folder(folder: Path, experiment: Experiment) -> Path:
+    folder.mkdir()
+    file = folder / "experiment.yaml"
+    file.write_text(dump_resolved(experiment))
+    return file
+
+
+@contextmanager
+def _replica(weight_sync: str, experiment: Experiment) -> Iterator[None]:
+    model = experiment.spec.model
+    specs = tensor_specs(list(iter_weights(build_model(model, model.seed))))
+    arguments = (weight_sync, TAG, "replica", specs, "sound")
+    process = _processes.Process(target=replica_process.main, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def trajectory(lease: trajectory_pb2.TaskLease, sample_id: str, version: int) -> trajectory_pb2.Trajectory:
+    """Tokens and a reward that depend on nothing but the task and the sample's place in its group."""
+    k = int(sample_id.rpartition(".")[2])
+    drawn = hashlib.sha256(f"{lease.task.task_id} {k}".encode()).digest()
+    return trajectory_pb2.Trajectory(
+        token_ids=[4 + drawn[0] % 10, *(4 + byte % 10 for byte in drawn[1:3]), 2],
+        loss_mask=[False, True, True, True],
+        logprobs=[0.0, -2.0, -2.0, -2.0],
+        spans=[trajectory_pb2.PolicySpan(start=1, end=4, policy_version=version)],
+        reward=float(k),
+    )
