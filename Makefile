@@ -9,6 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRL_INSTALLED := .venv-trl/.installed
+RAY_INSTALLED := .venv-ray/.installed
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Iproto
 DEFAULT_TESTS := not vllm and not kubernetes and not chaos and not gpu
 
@@ -105,7 +106,7 @@ quickstart: $(INSTALLED) ## Train the "sort digits" example; SEED=1 for another 
 	  $(if $(SEED),model.seed=$(SEED) data.seed=$(SEED) inference.seed=$(SEED))
 
 .PHONY: bench
-bench: bench-engine bench-weights bench-loop ## All benchmarks
+bench: bench-engine bench-weights bench-loop bench-ledger ## All benchmarks
 
 .PHONY: bench-engine
 bench-engine: $(INSTALLED) ## Samples per CPU second of the built-in engine against Hugging Face's generate
@@ -119,6 +120,15 @@ bench-weights: $(INSTALLED) ## Seconds of a weight sync against one raw broadcas
 bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Samples per second of the whole loop against TRL's GRPOTrainer
 	$(BIN)/python benchmarks/loop_vs_trl.py
 
+.PHONY: bench-ledger
+bench-ledger: $(INSTALLED) $(RAY_INSTALLED) ## The ledger's throughput, latency and memory against raw Redis and a Ray actor
+	PYTHONPATH=. $(BIN)/python benchmarks/ledger.py --json runs/bench-ledger.json
+
+$(RAY_INSTALLED): benchmarks/ray-constraints.txt
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install -qq --disable-pip-version-check --constraint $< ray
+	@touch $@
+
 $(TRL_INSTALLED): benchmarks/trl-constraints.txt
 	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install -qq --disable-pip-version-check --constraint $< torch trl
@@ -126,4 +136,4 @@ $(TRL_INSTALLED): benchmarks/trl-constraints.txt
 
 .PHONY: clean
 clean: ## Remove what these targets made, but not runs/
-	rm -rf .venv .venv-trl .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-trl .venv-ray .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist

@@ -1,7 +1,7 @@
-"""The client processes of `ledger.py`: producers and the consumer, of our pool and of raw Redis.
+"""The client processes of `ledger.py`, of our pool and of raw Redis; each function here is one process.
 
-Each function runs in a process of its own. A producer reports how long each of its puts took, the consumer when each
-batch was acknowledged (seconds of one monotonic clock).
+A producer hands back how long each of its puts took, the consumer when each batch was used up, in seconds of the
+machine's monotonic clock.
 """
 
 import asyncio
@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Semaphore
+from typing import TYPE_CHECKING
 
 import redis
 
 from nexrl.client import RolloutClient
+from nexrl.memory import keep_freed_memory
 from nexrl.policy import Policy
 from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
@@ -23,25 +25,30 @@ from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceStub
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 
+if TYPE_CHECKING:
+    from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceAsyncStub
+    from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceAsyncStub
+
 TAG = "default"
 GROUP_SIZE = 8
 BATCH_SIZE = 64
+BATCH_GROUPS = BATCH_SIZE // GROUP_SIZE
 PAYLOAD_BYTES = 8192
 TOKENS = 1024
 PROMPT_TOKENS = 256
-FIRST_TOKEN, LAST_TOKEN = 128, 515  # two bytes each on the wire, as most ids of a large vocabulary
+FIRST_TOKEN, LAST_TOKEN = 128, 515
+"""Two bytes each on the wire, as most ids of a large vocabulary."""
 CHECKPOINT_STEPS = 10
 CALL_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one producer does: `groups` puts, one every `interval_seconds` (0: as fast as it can)."""
+    """What one producer does: `groups` of them, put `together` at a time, as fast as it can or as often as said."""
 
     groups: int
-    interval_seconds: float = 0.0
     together: int = 1
-    """Groups handed in at the same time."""
+    puts_per_second: float = 0.0
 
 
 def example_result() -> pb.SampleResult:
@@ -52,60 +59,66 @@ def example_result() -> pb.SampleResult:
         token_ids=[chance.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(TOKENS)],
         loss_mask=[False] * PROMPT_TOKENS + [True] * completion_tokens,
         logprobs=[0.0] * PROMPT_TOKENS + [-chance.expovariate(1.0) for _ in range(completion_tokens)],
-        spans=[pb.PolicySpan(start=PROMPT_TOKENS, end=TOKENS, policy_version=0)],
+        spans=[pb.PolicySpan(start=PROMPT_TOKENS, end=TOKENS, policy_version=100)],
         reward=1.0,
         reward_components={"exact": 1.0, "format": 1.0},
         metadata={"data_source": "mock", "attempt": "first"},
         prompt="Sort these digits.",
         finish_reason="stop",
     )
-    result = pb.SampleResult(sample_id="100000.0", attempt=1, verdict=pb.VERDICT_OK, trajectories=[trajectory])
-    missing = PAYLOAD_BYTES - result.ByteSize() - 8  # the new field's own tag and length, and longer lengths around it
-    result.trajectories[0].response = "x" * missing
-    result.trajectories[0].response += "x" * (PAYLOAD_BYTES - result.ByteSize())
+    result = pb.SampleResult(sample_id="10000.0", attempt=1, verdict=pb.VERDICT_OK, trajectories=[trajectory])
+    filled = result.trajectories[0]
+    filled.response = "x" * (PAYLOAD_BYTES - result.ByteSize() - 16)  # room for the lengths, which grow with it
+    filled.response += "x" * (PAYLOAD_BYTES - result.ByteSize())
     return result
 
 
-def pool_producer(address: str, number: int, work: Work, durations: "SimpleQueue[list[float]]") -> None:
-    """Lease tasks, put one group a call."""
-    durations.put(asyncio.run(_produce(address, number, work)))
+# our pool
 
 
-async def _produce(address: str, number: int, work: Work) -> list[float]:
+def pool_producer(target: str, number: int, work: Work, durations: "SimpleQueue[list[float]]") -> None:
+    """Lease a batch's worth of samples, put each group's results with one call of the SDK; then the next."""
+    keep_freed_memory()
+    durations.put(asyncio.run(_produce(target, number, work)))
+
+
+async def _produce(target: str, number: int, work: Work) -> list[float]:
     durations: list[float] = []
-    async with connect(address) as channel:
+    async with connect(target) as channel:
         client = RolloutClient(channel, Policy(channel), worker_id=f"producer-{number}")
         results = [[example_result() for _ in range(GROUP_SIZE)] for _ in range(work.together)]
-        ticks = _ticks(work)
-        remaining = work.groups
-        while remaining:
-            leases = (await client.lease(BATCH_SIZE)).leases[:]
-            remaining -= len(leases)
+        pauses, groups = _pauses(work), 0
+        while groups < work.groups:
+            leases = (await client.lease(BATCH_SIZE)).leases
+            groups += len(leases)
             for first in range(0, len(leases), work.together):
-                await asyncio.sleep(next(ticks))
+                await asyncio.sleep(next(pauses))
                 began = time.perf_counter()
-                together = leases[first : first + work.together]
-                await asyncio.gather(*(_put(client, lease, result) for lease, result in zip(together, results, strict=False)))
+                together = zip(leases[first : first + work.together], results, strict=False)
+                await asyncio.gather(*(_put(client, lease, group) for lease, group in together))
                 durations.append(time.perf_counter() - began)
     return durations
 
 
 async def _put(client: RolloutClient, lease: pb.TaskLease, results: Sequence[pb.SampleResult]) -> None:
+    version = int(lease.group_id) // BATCH_GROUPS  # of the batch that it will be in: nothing becomes stale
     for sample, result in zip(lease.samples, results, strict=True):
         result.sample_id, result.attempt = sample.sample_id, sample.attempt
+        result.trajectories[0].spans[0].policy_version = version
     outcomes = await client.put(pb.PURPOSE_TRAINING, results)
     assert outcomes == [pb.PUT_OUTCOME_ACCEPTED] * GROUP_SIZE
 
 
-def pool_consumer(address: str, batches: int, times: "SimpleQueue[list[float]]") -> None:
-    """Lease batches, make train batches of them, train them, and commit checkpoints."""
-    times.put(asyncio.run(_consume(address, batches)))
+def pool_consumer(target: str, batches: int, times: "SimpleQueue[float]") -> None:
+    """Lease batches, put a train batch for each, acknowledge its step, and commit a checkpoint now and then."""
+    keep_freed_memory()
+    asyncio.run(_consume(target, batches, times))
 
 
-async def _consume(address: str, batches: int) -> list[float]:
-    times: list[float] = []
-    async with connect(address) as channel:
-        pool, train = TrajectoryPoolServiceStub(channel), TrainBatchPoolServiceStub(channel)
+async def _consume(target: str, batches: int, times: "SimpleQueue[float]") -> None:
+    async with connect(target) as channel:
+        pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
+        train: TrainBatchPoolServiceAsyncStub = TrainBatchPoolServiceStub(channel)
         resume = train_pb.ResumeFromCheckpointRequest(request_id=new_request_id(), model_tag=TAG)
         incarnation = (await call(train.ResumeFromCheckpoint, resume, timeout_seconds=CALL_SECONDS)).incarnation
         for step in range(batches):
@@ -121,13 +134,12 @@ async def _consume(address: str, batches: int) -> list[float]:
                 request_id=new_request_id(), model_tag=TAG, step=step, incarnation=incarnation, sample_ids=samples
             )
             await call(train.AckTrainBatch, ack, timeout_seconds=CALL_SECONDS)
-            times.append(time.perf_counter())
+            times.put(time.perf_counter())
             if (step + 1) % CHECKPOINT_STEPS == 0:
                 await _commit(pool, train, step + 1, incarnation)
-    return times
 
 
-async def _lease_batch(pool: "TrajectoryPoolServiceStub") -> pool_pb.BatchLease:
+async def _lease_batch(pool: "TrajectoryPoolServiceAsyncStub") -> pool_pb.BatchLease:
     while True:
         request = pool_pb.LeaseBatchRequest(
             request_id=new_request_id(), model_tag=TAG, worker_id="consumer", wait_seconds=20.0
@@ -138,7 +150,7 @@ async def _lease_batch(pool: "TrajectoryPoolServiceStub") -> pool_pb.BatchLease:
 
 
 async def _commit(
-    pool: "TrajectoryPoolServiceStub", train: "TrainBatchPoolServiceStub", steps: int, incarnation: int
+    pool: "TrajectoryPoolServiceAsyncStub", train: "TrainBatchPoolServiceAsyncStub", steps: int, incarnation: int
 ) -> None:
     version = pool_pb.SetPolicyVersionRequest(request_id=new_request_id(), model_tag=TAG, policy_version=steps)
     await call(pool.SetPolicyVersion, version, timeout_seconds=CALL_SECONDS)
@@ -148,36 +160,43 @@ async def _commit(
     await call(train.CommitCheckpoint, commit, timeout_seconds=CALL_SECONDS)
 
 
-def raw_producer(
-    url: str, number: int, work: Work, durations: "SimpleQueue[list[float]]", names: "SimpleQueue[str]", room: Semaphore
-) -> None:
-    """SET a group of payloads in one pipeline, then tell the consumer its name; `room` bounds how far it is ahead."""
+# raw Redis
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Names of groups from raw producers to the raw consumer, beside Redis; `room` bounds how many there are."""
+
+    names: "SimpleQueue[str]"
+    room: Semaphore
+
+
+def raw_producer(url: str, number: int, work: Work, durations: "SimpleQueue[list[float]]", handover: Handover) -> None:
+    """SET the payloads of some groups in one pipeline."""
+    keep_freed_memory()
     connection, payload = redis.Redis.from_url(url), example_result().SerializeToString()
     found: list[float] = []
-    ticks = _ticks(work)
-    for n in range(0, work.groups, work.together):
-        time.sleep(next(ticks))
+    for first in range(0, work.groups, work.together):
+        groups = [f"{number}:{group}" for group in range(first, first + work.together)]
         began = time.perf_counter()
         pipeline = connection.pipeline(transaction=False)
-        for group in range(n, n + work.together):
+        for group in groups:
             for k in range(GROUP_SIZE):
-                pipeline.set(f"{number}:{group}:{k}", payload)
+                pipeline.set(f"{group}:{k}", payload)
         pipeline.execute()
         found.append(time.perf_counter() - began)
-        for group in range(n, n + work.together):
-            room.acquire()
-            names.put(f"{number}:{group}")
+        for group in groups:
+            handover.room.acquire()
+            handover.names.put(group)
     durations.put(found)
 
 
-def raw_consumer(
-    url: str, batches: int, times: "SimpleQueue[list[float]]", names: "SimpleQueue[str]", room: Semaphore
-) -> None:
-    """GET 64 payloads in one pipeline, then delete them."""
+def raw_consumer(url: str, batches: int, times: "SimpleQueue[float]", handover: Handover) -> None:
+    """GET a batch of payloads in one pipeline, then delete them."""
+    keep_freed_memory()
     connection = redis.Redis.from_url(url)
-    found: list[float] = []
     for _ in range(batches):
-        groups = [names.get() for _ in range(BATCH_SIZE // GROUP_SIZE)]
+        groups = [handover.names.get() for _ in range(BATCH_GROUPS)]
         keys = [f"{group}:{k}" for group in groups for k in range(GROUP_SIZE)]
         pipeline = connection.pipeline(transaction=False)
         for key in keys:
@@ -185,16 +204,16 @@ def raw_consumer(
         assert all(len(payload) == PAYLOAD_BYTES for payload in pipeline.execute())
         connection.delete(*keys)
         for _ in groups:
-            room.release()
-        found.append(time.perf_counter())
-    times.put(found)
+            handover.room.release()
+        times.put(time.perf_counter())
 
 
 def raw_setter(url: str, number: int, work: Work, durations: "SimpleQueue[list[float]]") -> None:
-    """SET one payload at a time."""
+    """SET one payload at a time, over and over the same thousand keys."""
+    keep_freed_memory()
     connection, payload = redis.Redis.from_url(url), example_result().SerializeToString()
     found: list[float] = []
-    for n, pause_seconds in zip(range(work.groups), _ticks(work), strict=False):
+    for n, pause_seconds in zip(range(work.groups), _pauses(work), strict=False):
         time.sleep(pause_seconds)
         began = time.perf_counter()
         connection.set(f"{number}:{n % 1000}", payload)
@@ -202,9 +221,10 @@ def raw_setter(url: str, number: int, work: Work, durations: "SimpleQueue[list[f
     durations.put(found)
 
 
-def _ticks(work: Work) -> Iterator[float]:
-    """How long to wait before each put, so that they come at random, `interval_seconds` apart on average."""
+def _pauses(work: Work) -> Iterator[float]:
+    """Seconds to wait before each put: they come at random times, as often as the work says."""
     chance, due = random.Random(), time.perf_counter()
     while True:
-        due += chance.expovariate(1.0) * work.interval_seconds
+        if work.puts_per_second:
+            due += chance.expovariate(work.puts_per_second)
         yield max(0.0, due - time.perf_counter())

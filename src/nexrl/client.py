@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from nexrl.errors import InvalidArgumentError
+from nexrl.errors import InvalidArgumentError, ResourceExhaustedError
 from nexrl.policy import Policy
 from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.v1 import data_loader_service_pb2 as data_loader
@@ -153,7 +153,7 @@ class RolloutClient:
             request = PackedPutSamplesRequest(
                 request_id=new_request_id(), model_tag=self.model_tag, worker_id=self.worker_id, results=part
             )
-            outcomes += (await call(method, request, timeout_seconds=CALL_SECONDS)).outcomes
+            outcomes += await _until_there_is_room(method, request)
         return outcomes
 
 
@@ -170,6 +170,16 @@ async def open_rollout_client(
         finally:
             following.cancel()
             await policy.close()
+
+
+async def _until_there_is_room(method: "PutCall", request: PackedPutSamplesRequest) -> Sequence[PutOutcome.ValueType]:
+    """Put as long as the pool says that it is full: what has been sampled is dear, and the trainer makes room."""
+    while True:
+        try:
+            return (await call(method, request, timeout_seconds=CALL_SECONDS)).outcomes
+        except ResourceExhaustedError as error:
+            if error.retry_after_seconds is None:
+                raise
 
 
 def _parts(results: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

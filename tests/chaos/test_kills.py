@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.chaos import Killer, Result, examine, final_weights, schedule, trained_once_on_each
-from tests.support.runs import running
+from tests.support.runs import nexrl, running
 
 KILLS = int(os.environ.get("KILLS", "30"))
 SEED = int(os.environ.get("SEED", "0"))
@@ -21,10 +22,11 @@ NAMES = (
     *("inference-0", "inference-1", "rollout-0", "rollout-1"),
 )
 EXPERIMENT = Path(__file__).with_name("copy-digits.yaml")
-STEPS = 120 + 4 * KILLS
+STEPS = 120 + 3 * KILLS
 """More than are made while the kills last."""
 BATCH_SIZE = 128
 SECONDS = 180.0 + 15.0 * KILLS
+AUDIT_SECONDS = 60.0
 REWARD = 0.6
 """Of the last steps. Without a kill they have 0.7 or more, and the first ones 0.07."""
 
@@ -38,6 +40,7 @@ async def test_no_kill_costs_a_sample_or_trains_it_twice(tmp_path: Path) -> None
         killer = Killer(run)
         await run.until_step(1)
         await killer.kill_all(schedule(SEED, KILLS, NAMES))
+        audit_while_on = await audit(run.folder)
         assert await run.launcher.wait() == 0
     remains = await examine(run.folder, STEPS)
     result = Result.of(killer, remains, seed=SEED, seconds=time.monotonic() - began)
@@ -49,7 +52,9 @@ async def test_no_kill_costs_a_sample_or_trains_it_twice(tmp_path: Path) -> None
     assert remains.checkpointed == [*range(STEPS)]
     assert [len(batch) for batch in remains.batches] == [BATCH_SIZE] * STEPS
     assert (result.trained_twice, result.lost) == (0, 0)
-    assert remains.audit.findings == ()
+    assert audit_while_on.returncode == 0, audit_while_on.stdout
+    audit_after = await audit(run.folder)
+    assert audit_after.returncode == 0, audit_after.stdout
     # Two witnesses who did not confer: the ledger's records, and the batches as the trainer wrote them down.
     durable = {record.sample_id: record.batch for record in remains.records if record.state == "durable"}
     assert durable == {sample_id: step for step, batch in enumerate(remains.batches) for sample_id in batch}
@@ -57,3 +62,8 @@ async def test_no_kill_costs_a_sample_or_trains_it_twice(tmp_path: Path) -> None
     once, learned = await trained_once_on_each(run.folder, STEPS), final_weights(run.folder)
     assert all(torch.equal(once[name], weights) for name, weights in learned.items())
     assert result.reward_last >= REWARD
+
+
+async def audit(folder: Path) -> "subprocess.CompletedProcess[str]":
+    """`nexrl audit`."""
+    return await asyncio.to_thread(nexrl, folder.parent, "audit", str(folder), seconds=AUDIT_SECONDS)

@@ -11,6 +11,7 @@ from nexrl.datasets import open_datasets
 from nexrl.errors import AlreadyExistsError
 from nexrl.spec import load_resolved
 from nexrl.store import Redis, key_prefix
+from nexrl.v1.controller_service_pb2 import PHASE_STOPPING
 from nexrl_trajectory_pool.ledger import Ledger, LedgerState
 from nexrl_trajectory_pool.pool import training_rules
 from tests.support.runs import (
@@ -93,6 +94,16 @@ async def test_the_death_of_any_process_costs_no_step_and_no_sample(
     ledger = await ledger_of(run.folder, redis)
     assert ledger.imbalance == 0
     assert ledger["trained"] == ledger["durable"] == steps * BATCH_SIZE
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.guide("A6")
+async def test_a_run_whose_controller_and_redis_die_while_it_stops_ends_well(tmp_path: Path) -> None:
+    async with running(tmp_path, *SMALL_BATCHES, "trainer.steps=3", seconds=120) as run:
+        await run.until(lambda experiment: experiment.phase == PHASE_STOPPING)
+        for name in ("controller", "redis"):
+            os.kill((await run.process(name)).pid, signal.SIGKILL)
+        assert await run.launcher.wait() == 0
 
 
 def steps_of(run: Path) -> list[dict[str, float]]:

@@ -7,6 +7,7 @@ import pytest
 
 from nexrl.errors import FailedPreconditionError, LeaseLostError, ResourceExhaustedError
 from nexrl.store import Redis, key_prefix
+from nexrl_trajectory_pool import ledger as ledger_module
 from nexrl_trajectory_pool.ledger import Ledger, LedgerRules, ProducedSample
 from tests.support.ledger import fill_batch, produced, rules
 
@@ -415,14 +416,64 @@ async def test_a_step_made_of_other_samples_than_the_ledgers_is_not_acknowledged
     assert (await ledger.state())["trained"] == 0
 
 
+async def test_a_train_batch_that_redis_forgot_is_not_the_one_made_of_the_same_samples_later(make: Make) -> None:
+    ledger = make()
+    incarnation, _ = await ledger.resume("", 0, 0)
+    await fill_batch(ledger)
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    await ledger.put_train_batch("", 0, 1, batch.sample_ids, b"train", put_id="second")
+    with pytest.raises(LeaseLostError, match="put_id"):
+        await ledger.ack_train_batch(0, incarnation, batch.sample_ids, put_id="first")
+    await ledger.ack_train_batch(0, incarnation, batch.sample_ids, put_id="second")
+
+
+async def test_an_incarnation_that_was_given_and_forgotten_is_not_given_again(
+    make: Make, redis: Redis, experiment_name: str
+) -> None:
+    ledger, prefix = make(), key_prefix(experiment_name, "default")
+    await ledger.resume("", 0, 0)
+    before = await redis.dump(prefix + "meta")
+    forgotten, _ = await ledger.resume("", 0, 0)
+    await redis.restore(prefix + "meta", 0, before or b"", replace=True)
+    await _become_another_server(redis, prefix)
+    await ledger.lease_tasks("", 2, 60)
+    assert (await ledger.resume("", 0, 0))[0] > forgotten
+
+
+async def test_a_version_from_the_future_grows_stale_like_the_newest_there_is(make: Make) -> None:
+    ledger = make()
+    await fill_batch(ledger, version=1_000_000)
+    await ledger.lease_batch("", 60)  # batch 0, of the same two groups
+    await ledger.set_version(1)
+    await fill_batch(ledger, version=1_000_000)
+    await ledger.set_version(2)
+    formed, _ = await ledger.lease_batch("", 60)  # batch 1 is trained by step 1: fresh
+    assert formed is not None
+    await fill_batch(ledger, version=1_000_000)
+    assert (await ledger.state())["ready"] == 4
+
+
+async def test_a_batch_ends_before_it_is_too_large_to_be_sent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "MAX_BATCH_BYTES", 25)
+    ledger = make()
+    for result in produced(await ledger.lease_tasks("", 4, 60)):
+        await ledger.put_samples("", [replace(result, payload=b"x" * 10)])
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
+    assert batch.sample_ids == ("0.0", "0.1")
+    assert (await ledger.audit()).findings == ()
+
+
 async def test_a_trainer_ahead_of_the_ledger_is_told_so(make: Make) -> None:
     ledger = make()
     with pytest.raises(LeaseLostError, match="only 0 steps are acknowledged"):
         await ledger.lease_train_batch(1, 0)
     with pytest.raises(LeaseLostError):
         await ledger.ack_train_batch(1, 0, ())
+    await ledger.resume("", 0, 0)
     with pytest.raises(FailedPreconditionError, match="from 0 to 0"):
-        await ledger.resume("", 1, 0) if (await ledger.resume("", 0, 0)) else None
+        await ledger.resume("", 1, 0)
 
 
 async def test_a_batch_is_leased_again_to_the_worker_that_is_known_to_have_it(make: Make) -> None:
@@ -456,23 +507,33 @@ async def test_a_batch_is_in_the_order_of_its_grants_whoever_was_first(make: Mak
 async def test_payloads_beyond_the_limit_are_refused_whole_until_some_are_used_up(make: Make) -> None:
     ledger = make(staleness=9, max_payload_bytes=100)
     incarnation, _ = await ledger.resume("", 0, 0)
-    grant = await ledger.lease_tasks("", 6, 60)
+    grant = await ledger.lease_tasks("", 8, 60)
     results = [replace(result, payload=b"x" * 20) for result in produced(grant)]
     await ledger.put_samples("", results[:4])
     for _ in range(2):  # a refusal is not remembered as the answer
         with pytest.raises(ResourceExhaustedError, match="maxPayloadBytes is 100") as refused:
-            await ledger.put_samples("late", results[4:])
+            await ledger.put_samples("late", results[4:6])
     assert refused.value.retry_after_seconds == 1
+    assert await ledger.put_samples("", results[:4]) == ("DUPLICATE",) * 4
+    assert await ledger.put_samples("", [replace(results[7], failure="env_error", payload=b"")]) == ("RETRIED",)
     state = await ledger.state()
-    assert (state["payload_bytes"], state["leased"], state.imbalance) == (80, 2, 0)
+    assert (state["payload_bytes"], state["leased"], state.imbalance) == (80, 3, 0)
     batch, _ = await ledger.lease_batch("", 60)
     assert batch is not None
     await ledger.put_train_batch("", 0, 1, batch.sample_ids, b"y" * 90)  # the way out is never closed
     assert (await ledger.state())["payload_bytes"] == 90
-    await ledger.ack_train_batch(0, incarnation, batch.sample_ids)
+    assert await ledger.ack_train_batch(0, incarnation, batch.sample_ids), "only a checkpoint makes room"
     await ledger.commit_checkpoint(1, incarnation)
     assert (await ledger.state())["payload_bytes"] == 0
-    assert await ledger.put_samples("late", results[4:]) == ("ACCEPTED", "ACCEPTED")
+    assert await ledger.put_samples("late", results[4:6]) == ("ACCEPTED", "ACCEPTED")
+
+
+async def test_a_limit_below_one_batch_does_not_stop_the_run(make: Make) -> None:
+    ledger = make(max_payload_bytes=10)
+    for result in produced(await ledger.lease_tasks("", 4, 60)):
+        assert await ledger.put_samples("", [result]) == ("ACCEPTED",)
+    batch, _ = await ledger.lease_batch("", 60)
+    assert batch is not None
 
 
 async def test_what_is_dropped_or_granted_is_not_held_any_more(make: Make) -> None:

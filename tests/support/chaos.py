@@ -29,7 +29,6 @@ from nexrl_trainer.checkpoint import read_metadata
 from nexrl_trainer.codec import decode_train_batch
 from nexrl_trainer.processor import AlgorithmProcessor
 from nexrl_trainer.server import build_learner
-from nexrl_trajectory_pool.audit import Audit
 from nexrl_trajectory_pool.ledger import Ledger, LedgerState, SampleRecord
 from nexrl_trajectory_pool.pool import training_rules
 from tests.support.redis import running_redis
@@ -196,7 +195,6 @@ class Remains:
     """Numbers of the batches that the checkpoints are made of, in their order."""
     ledger: LedgerState
     records: Sequence[SampleRecord]
-    audit: Audit
 
     @property
     def steps_made(self) -> int:
@@ -321,7 +319,6 @@ async def examine(folder: Path, steps: int) -> Remains:
             [batch_id for path in _checkpoints(folder) for batch_id in read_metadata(path).batch_ids],
             await ledger.state(),
             (await ledger.samples(0, ALL))[0],
-            await ledger.audit(),
         )
 
 

@@ -122,6 +122,7 @@ class PoolClient:
             request_id=request_id or new_request_id(), train_batch=batch, batch_attempt=lease.attempt
         )
         await call(self.train.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
+        batch.put_id = request.request_id
         return batch
 
     async def lease_train_batch(
@@ -149,6 +150,7 @@ class PoolClient:
             step=step,
             incarnation=incarnation,
             sample_ids=batch.sample_ids,
+            put_id=batch.put_id,
         )
         await call(self.train.AckTrainBatch, request, timeout_seconds=CALL_SECONDS)
 

@@ -184,6 +184,8 @@ class World:
         while True:
             for lease in (await self.pool.lease(wait_seconds=10)).leases:
                 self.tasks |= {sample.sample_id: lease.task.task_id for sample in lease.samples}
+                # The pool hears of a version before the trainer does, and may have forgotten it since.
+                self.version = max(self.version, (await self.pool.state()).policy_version)
                 results = [scored(s, trajectory(lease, s.sample_id, self.version)) for s in lease.samples]
                 await self.pool.put(results)
 

@@ -91,6 +91,7 @@ class TrainWorker:
         self._checkpointed_step = -1
         self._incarnation = 0
         self._acked_steps = -1
+        self._is_checkpoint_wanted = False
         self._is_contradicted = False
         self._data_cursor = 0
         self._trained_since_checkpoint: list[int] = []
@@ -112,8 +113,9 @@ class TrainWorker:
                 await self._step(batch)
                 if self._is_checkpoint_due():
                     await self.save_checkpoint()
-        await self.save_checkpoint()
-        self.is_done = True
+        async with self._step_in_hand:
+            await self.save_checkpoint()
+            self.is_done = True
         await self._activity.post_metrics(self.learner.step, {"training_complete": 1.0})
 
     async def in_torch_thread(self, function: Callable[[], ResultT]) -> ResultT:
@@ -280,8 +282,10 @@ class TrainWorker:
             step=step,
             incarnation=self._incarnation,
             sample_ids=batch.sample_ids,
+            put_id=batch.put_id,
         )
-        await self._call_ledger(self._pool.AckTrainBatch, request)
+        answer = await self._call_ledger(self._pool.AckTrainBatch, request)
+        self._is_checkpoint_wanted = answer.checkpoint_wanted
         self._acked_steps = self.learner.step
         STEP.set(self.learner.step)
         await asyncio.gather(self._post({**batch.metrics, **metrics.figures()}), self.publish())
@@ -291,7 +295,7 @@ class TrainWorker:
 
     def _is_checkpoint_due(self) -> bool:
         every = self.spec.checkpoint.every_steps
-        return every > 0 and self.learner.step % every == 0
+        return self._is_checkpoint_wanted or (every > 0 and self.learner.step % every == 0)
 
     def _phase(self, name: str, waiting_on: str = "") -> "_Phase":
         return _Phase(self, self._activity, name, waiting_on)

@@ -44,11 +44,11 @@ class _Sample:
         return int(self.state[1:]) if self.state[0] == "b" and self.state[1:].isdecimal() else None
 
 
-def audit(snapshot: Mapping[str, Any], history: Mapping[str, str], sizes: Mapping[int, int]) -> Audit:
+def audit(snapshot: Mapping[str, Any], history: Mapping[str, str]) -> Audit:
     """Count the ledger again.
 
     `snapshot` is the answer of ledger.lua's move of that name; `history` has where the samples of settled groups went,
-    by group; `sizes` the number of samples of each batch that was ever formed.
+    by group.
     """
     meta = {name: int(value) for name, value in _pairs(snapshot["meta"]).items()}
     samples = list(_samples(snapshot, history))
@@ -62,7 +62,7 @@ def audit(snapshot: Mapping[str, Any], history: Mapping[str, str], sizes: Mappin
             Finding(sample_id, f"is in {', '.join(where)}, and was never granted")
             for sample_id, where in places.items()
         ),
-        *_check_batches(samples, snapshot, sizes, meta),
+        *_check_batches(samples, snapshot, meta),
         *_check_counters(counted, dropped, meta),
     ]
     return Audit(counted, dropped, tuple(findings))
@@ -135,9 +135,10 @@ def _check_sample(sample: _Sample, places: Sequence[str], meta: Mapping[str, int
 
 
 def _check_batches(
-    samples: Iterable[_Sample], snapshot: Mapping[str, Any], sizes: Mapping[int, int], meta: Mapping[str, int]
+    samples: Iterable[_Sample], snapshot: Mapping[str, Any], meta: Mapping[str, int]
 ) -> Iterator[Finding]:
     """Batches are numbered without a gap, hold as many samples as when formed, and have what the next one needs."""
+    sizes = {int(batch): int(size) for batch, size in _pairs(snapshot["sizes"]).items()}
     held = Counter(sample.batch for sample in samples if sample.batch is not None)
     expected = range(meta.get("start_steps", 0), meta.get("next_batch", 0))
     for batch in sorted({*held, *sizes, *expected}):

@@ -117,13 +117,6 @@ local function full(message)
   return { status = "RESOURCE_EXHAUSTED", error = message, retry_after = FULL_RETRY_SECONDS }
 end
 
-local function no_room(field, bytes)
-  if count("payload_bytes") + bytes > a.max_payload_bytes then
-    return full(field .. ": " .. bytes .. " bytes; " .. count("payload_bytes") .. " are held and trajectoryPool.maxPayloadBytes is " ..
-      string.format("%d", a.max_payload_bytes) .. "; try again when the trainer has used some up")
-  end
-end
-
 -- rows of samples -------------------------------------------------------------------------------------------------
 
 local parts = {}
@@ -250,6 +243,18 @@ end
 
 local function smallest_asked()
   return tonumber(get(META, "asked") or a.batch_size)
+end
+
+-- The trainer has something to use up, which makes room. Else what may make the next batch is never kept out.
+local function can_leave()
+  return not a.unlimited and (count("batched") > 0 or batch_credit(smallest_asked()) > 0)
+end
+
+local function no_room(field, bytes)
+  if count("payload_bytes") + bytes > a.max_payload_bytes then
+    return full(field .. ": " .. bytes .. " bytes; " .. count("payload_bytes") .. " are held and trajectoryPool.maxPayloadBytes is " ..
+      string.format("%d", a.max_payload_bytes) .. "; try again when the trainer has used some up")
+  end
 end
 
 local function exhausted()
@@ -396,7 +401,8 @@ end
 local function expire()
   for _, id in ipairs(redis.call("ZRANGEBYSCORE", key("lease"), "-inf", now, "LIMIT", 0, EXPIRE_AT_ONCE)) do
     local group, k = split_id(id)
-    lose_sample(group, k, row(group, k), "worker_lost")
+    local r = row(group, k)
+    if r then lose_sample(group, k, r, "worker_lost") else redis.call("ZREM", key("lease"), id) end
     add("lease_expired", 1)
   end
   for _, batch in ipairs(redis.call("ZRANGEBYSCORE", key("batchlease"), "-inf", now)) do
@@ -420,7 +426,10 @@ local function ending_from(number)
   local known = redis.call("HMGET", key("lives"), "life", "ending")
   local ending = known[2] or ""
   if known[1] ~= life then
-    if known[1] then ending = "-" .. life:sub(1, 6) end
+    if known[1] then
+      ending = "-" .. life:sub(1, 6)
+      set(META, "next_incarnation", math.floor(now * 1000)) -- one that was given and forgotten is not given again
+    end
     redis.call("HSET", key("lives"), "life", life, "ending", ending, number, ending)
   end
   return ending
@@ -560,6 +569,7 @@ function moves.add_task()
 end
 
 function moves.reset()
+  if get(META, "round") then return fail("FAILED_PRECONDITION", "purpose: a validation round is on, and its tasks are granted once") end
   set(META, "cursor", 0)
   wake("tasks")
   return {}
@@ -609,7 +619,8 @@ local function put_one(result, payload)
   set_row(group, k, r)
   ended[#ended + 1] = result.id
   store(key("t:" .. group), k, payload)
-  set(key("g:" .. group), "v" .. k, result.oldest)
+  -- No version is newer than the steps made; one that says so would never be stale.
+  set(key("g:" .. group), "v" .. k, math.min(result.oldest, math.max(version(), count("trained_steps"))))
   increase(key("g:" .. group), "bytes", #payload)
   add("payload_bytes", #payload)
   add("leased", -1)
@@ -621,8 +632,11 @@ end
 
 function moves.put_samples()
   local bytes, outcomes = 0, {}
-  for i = 1, #a.results do bytes = bytes + #ARGV[4 + i] end
-  local refused = bytes > 0 and no_room("results", bytes)
+  for i, result in ipairs(a.results) do
+    local r = row(split_id(result.id))
+    if r and r.state == "leased" and r.attempt == result.attempt then bytes = bytes + #ARGV[4 + i] end
+  end
+  local refused = bytes > 0 and can_leave() and no_room("results", bytes)
   if refused then return refused end
   for i, result in ipairs(a.results) do
     outcomes[i] = put_one(result, ARGV[4 + i])
@@ -682,7 +696,17 @@ local function take(id, batch)
   r.state = "b" .. batch
   set_row(group, k, r)
   use(group)
-  return redis.call("HSTRLEN", key("t:" .. group), k)
+end
+
+local function bytes_of(entry)
+  local bytes = 0
+  for _, leaf in ipairs(entry.groups) do
+    for _, id in ipairs(leaf.samples) do
+      local group, k = split_id(id)
+      bytes = bytes + redis.call("HSTRLEN", key("t:" .. group), k)
+    end
+  end
+  return bytes
 end
 
 local function form_batch(size)
@@ -692,15 +716,18 @@ local function form_batch(size)
   if stranded(size) then close_stranded() end
   local wanted = batch_credit(size)
   if wanted == 0 then return nil end
-  local groups, taken = {}, 0
+  local groups, entries, taken, bytes = {}, 0, 0, 0
   while taken < wanted do
-    local entry = cjson.decode(redis.call("LPOP", key("ready")))
-    taken = taken + entry.credit
+    local entry = cjson.decode(redis.call("LINDEX", key("ready"), entries))
+    local more = bytes_of(entry)
+    if entries > 0 and bytes + more > a.max_batch_bytes then break end
+    entries, taken, bytes = entries + 1, taken + entry.credit, bytes + more
     for _, leaf in ipairs(entry.groups) do groups[#groups + 1] = leaf end
   end
   local ids = in_order(groups)
-  local samples, bytes = #ids, 0
-  for _, id in ipairs(ids) do bytes = bytes + take(id, batch) end
+  local samples = #ids
+  for _, id in ipairs(ids) do take(id, batch) end -- before anything is written: it may find what must not be
+  redis.call("LTRIM", key("ready"), entries, -1)
   if taken > size then wake("tasks") end -- the batch used up more than its share: there is more to grant for the others
   add("ready", -samples)
   add("ready_credit", -taken)
@@ -781,6 +808,9 @@ function moves.put_train_batch()
   local refused = other_samples(a.batch)
   if refused then return refused end
   if state == "acked" then return {} end
+  if a.pieces > 1 and redis.call("HLEN", key(a.staged)) ~= a.pieces - 1 then
+    return fail("UNAVAILABLE", "batch " .. a.batch .. ": Redis has lost pieces of its train batch; send it again")
+  end
   local b, train = key("b:" .. a.batch), key("tb:" .. a.batch)
   redis.call("DEL", train)
   if a.pieces > 1 then
@@ -788,11 +818,10 @@ function moves.put_train_batch()
     redis.call("PERSIST", train)
   end
   redis.call("HSET", train, a.pieces - 1, ARGV[5])
-  assert(redis.call("HLEN", train) == a.pieces, "batch " .. a.batch .. ": pieces of its train batch are missing")
   add("payload_bytes", a.bytes)
   redis.call("HSET", key("tb"), a.batch, "queued")
   redis.call("ZREM", key("batchlease"), a.batch)
-  redis.call("HSET", b, "state", "acked", "train_bytes", a.bytes)
+  redis.call("HSET", b, "state", "acked", "train_bytes", a.bytes, "put_id", a.put_id)
   local by_group = {}
   for id in redis.call("HGET", b, "ids"):gmatch("%S+") do
     local group = split_id(id)
@@ -838,6 +867,10 @@ function moves.ack_train_batch()
   end
   local other = other_samples(a.step)
   if other then return other end
+  -- The same samples may have been produced twice, and made into a train batch twice, if Redis forgot the first.
+  if redis.call("HGET", key("b:" .. a.step), "put_id") ~= a.put_id then
+    return fail("ABORTED", "step " .. a.step .. ": put_id is not that of the ledger's train batch; resume from a checkpoint")
+  end
   local samples = tonumber(redis.call("HGET", key("b:" .. a.step), "n"))
   redis.call("HSET", key("tb"), a.step, "trained")
   add("batched", -samples)
@@ -845,7 +878,8 @@ function moves.ack_train_batch()
   add("trained_steps", 1)
   add("kept", 1)
   wake("batch")
-  return {}
+  -- Trained batches are kept until a checkpoint has them: only that makes room.
+  return { checkpoint_wanted = 2 * count("payload_bytes") > a.max_payload_bytes }
 end
 
 function moves.commit_checkpoint()
@@ -900,7 +934,8 @@ function moves.resume()
   end
   wake("batch")
   wake("train")
-  return { incarnation = add("incarnation", 1), replayed = replayed }
+  set(META, "incarnation", math.max(count("incarnation") + 1, count("next_incarnation")))
+  return { incarnation = count("incarnation"), replayed = replayed }
 end
 
 -- versions and validation -----------------------------------------------------------------------------------------
@@ -1010,7 +1045,8 @@ function moves.snapshot()
   end
   return { meta = redis.call("HGETALL", META), groups = groups, leaves = leaves, batches = batches, stored = stored,
            open = redis.call("LRANGE", key("open"), 0, -1), lease = redis.call("ZRANGE", key("lease"), 0, -1),
-           ready = redis.call("LRANGE", key("ready"), 0, -1), train = redis.call("HGETALL", key("tb")) }
+           ready = redis.call("LRANGE", key("ready"), 0, -1), train = redis.call("HGETALL", key("tb")),
+           sizes = redis.call("HGETALL", key("sizes")) }
 end
 
 -- dispatch --------------------------------------------------------------------------------------------------------

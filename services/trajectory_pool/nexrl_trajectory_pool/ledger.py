@@ -170,7 +170,7 @@ class Ledger:
         self._prefix = prefix
         self._clock = clock
         self._script = redis.register_script(SCRIPT)
-        self._constant = json.dumps(asdict(rules))[:-1]
+        self._constant = json.dumps(asdict(rules) | {"max_batch_bytes": MAX_BATCH_BYTES})[:-1]
 
     @property
     def wake_channel(self) -> str:
@@ -230,7 +230,7 @@ class Ledger:
         answer = await self._move("lease_batch", request_id, lease_seconds=lease_seconds, worker=worker, **size)
         if "batch" not in answer:
             return None, answer["exhausted"]
-        if answer["bytes"] > MAX_BATCH_BYTES:
+        if answer["bytes"] > MAX_BATCH_BYTES:  # a single group: others end a batch
             raise InvalidArgumentError(
                 f"trajectoryPool.batchSize: batch {answer['batch']} has {answer['bytes']} bytes of trajectories; "
                 f"at most {MAX_BATCH_BYTES}: choose a smaller one"
@@ -247,9 +247,9 @@ class Ledger:
         await self._move("return_batch", request_id, batch=batch, attempt=attempt)
 
     async def put_train_batch(
-        self, request_id: str, batch: int, attempt: int, sample_ids: Sequence[str], payload: bytes
+        self, request_id: str, batch: int, attempt: int, sample_ids: Sequence[str], payload: bytes, put_id: str = ""
     ) -> None:
-        """Store a train batch and acknowledge its batch, which holds `sample_ids`.
+        """Store a train batch, which `put_id` names, and acknowledge its batch, which holds `sample_ids`.
 
         Raises LeaseLostError when the lease is not held, or when the ledger's batch of that number holds other samples.
         """
@@ -264,6 +264,7 @@ class Ledger:
             batch=batch,
             attempt=attempt,
             ids=" ".join(sample_ids),
+            put_id=put_id,
             staged=staged,
             pieces=len(pieces),
             bytes=len(payload),
@@ -275,13 +276,15 @@ class Ledger:
         pieces = [await self._piece(step, number) for number in range(answer["pieces"])]
         return b"".join(pieces) if pieces else None, answer["exhausted"]
 
-    async def ack_train_batch(self, step: int, incarnation: int, sample_ids: Sequence[str]) -> None:
-        """Count the samples of `step` as trained, once.
+    async def ack_train_batch(self, step: int, incarnation: int, sample_ids: Sequence[str], put_id: str = "") -> bool:
+        """Count the samples of `step` as trained, once; tells whether a checkpoint is wanted, to make room.
 
-        Raises LeaseLostError when fenced off, or when the ledger has another step next or other samples in it: it has
-        lost writes, and the trainer is to resume from a checkpoint.
+        Raises LeaseLostError when fenced off, or when the ledger has another step next or another train batch for it:
+        it has lost writes, and the trainer is to resume from a checkpoint.
         """
-        await self._move("ack_train_batch", step=step, incarnation=incarnation, ids=" ".join(sample_ids))
+        ids = " ".join(sample_ids)
+        answer = await self._move("ack_train_batch", step=step, incarnation=incarnation, ids=ids, put_id=put_id)
+        return bool(answer.get("checkpoint_wanted"))
 
     async def commit_checkpoint(self, steps: int, incarnation: int) -> None:
         """Delete the train batches of the first `steps` steps. Raises LeaseLostError when fenced off."""
@@ -377,9 +380,11 @@ class Ledger:
         live = [group for group in answer["groups"] or () if group not in settled]
         snapshot = await self._move("snapshot", groups=live, first=answer["next_group"])
         # What has settled between the two reads is in neither: its record is there now, and never changes.
-        missed = set(live) - {group[0] for group in snapshot["groups"]}
+        last = int(snapshot["meta"][snapshot["meta"].index("next_group") + 1]) - 1 if answer["next_group"] else -1
+        live += await self._group_ids(answer["next_group"], last)
+        missed = set(live) - {group[0] for group in snapshot["groups"] or ()}
         history |= await self._history(missed)
-        return audit(snapshot, history, await self._sizes())
+        return audit(snapshot, history)
 
     async def _records(self, groups: Sequence[str]) -> list[SampleRecord]:
         """In two reads, the living first: what has settled in between is found by the second."""
@@ -409,10 +414,6 @@ class Ledger:
         found = {k.decode(): v.decode() for packed in await pipeline.execute() for k, v in packed.items()}
         return found if groups is None else {group: found[group] for group in groups if group in found}
 
-    async def _sizes(self) -> dict[int, int]:
-        found: Any = await self._redis.hgetall(f"{self._prefix}sizes")
-        return {int(batch): int(size) for batch, size in found.items()}
-
     async def _stage(self, name: str, number: int, piece: bytes) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.hset(self._prefix + name, str(number), piece)
@@ -439,7 +440,11 @@ class Ledger:
     async def _move(self, name: str, request_id: str = "", *payloads: bytes, **arguments: Any) -> dict[str, Any]:
         now = "" if self._clock is None else repr(self._clock())
         encoded = f"{self._constant}, {json.dumps(arguments)[1:]}" if arguments else self._constant + "}"
-        raw = await self._script(keys=[self._prefix], args=[name, now, request_id, encoded, *payloads])
+        # The second key exists, the first never does: of a slot that is on its way to another node of a Redis Cluster,
+        # a script that names both is refused at either end, and sent again. With the first alone it would find an
+        # empty ledger at the other end, and begin another.
+        keys = [self._prefix, self._prefix + "meta"]
+        raw = await self._script(keys=keys, args=[name, now, request_id, encoded, *payloads])
         answer: dict[str, Any] = json.loads(raw)
         if "error" in answer:
             raise error_class(answer["status"])(answer["error"], retry_after_seconds=answer.get("retry_after"))

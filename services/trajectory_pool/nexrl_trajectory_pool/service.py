@@ -192,11 +192,12 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
     async def PutTrainBatch(
         self, request: train_pb.PutTrainBatchRequest, context: Context
     ) -> train_pb.PutTrainBatchResponse:
-        batch = request.train_batch
+        batch, put_id = request.train_batch, request.request_id
+        batch.put_id = put_id
         ledger = self._pools[batch.model_tag].training
         payload = batch.SerializeToString()
         await ledger.put_train_batch(
-            request.request_id, batch.batch_id, request.batch_attempt, batch.sample_ids, payload
+            request.request_id, batch.batch_id, request.batch_attempt, batch.sample_ids, payload, put_id
         )
         return train_pb.PutTrainBatchResponse()
 
@@ -211,10 +212,10 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
     async def AckTrainBatch(
         self, request: train_pb.AckTrainBatchRequest, context: Context
     ) -> train_pb.AckTrainBatchResponse:
-        await self._pools[request.model_tag].training.ack_train_batch(
-            request.step, request.incarnation, request.sample_ids
+        is_wanted = await self._pools[request.model_tag].training.ack_train_batch(
+            request.step, request.incarnation, request.sample_ids, request.put_id
         )
-        return train_pb.AckTrainBatchResponse()
+        return train_pb.AckTrainBatchResponse(checkpoint_wanted=is_wanted)
 
     async def CommitCheckpoint(
         self, request: train_pb.CommitCheckpointRequest, context: Context

@@ -32,6 +32,7 @@ class Child:
         self.log = logs / f"{command.name}.log"
         self.starts = 0
         self._process: asyncio.subprocess.Process | None = None
+        self._spawning = asyncio.Lock()
 
     @property
     def name(self) -> str:
@@ -45,22 +46,15 @@ class Child:
 
     async def run(self) -> int:
         """Start it and wait for its end; gives the exit code, negative for a signal."""
-        with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
-                *self.command.arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self.command.environment},
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the children in order
-            )
+        async with self._spawning:
+            self._process = await self._spawn()
         self.starts += 1
         return await self._process.wait()
 
     async def stop(self, grace_seconds: float) -> None:
         """SIGTERM, and SIGKILL when it has not ended within `grace_seconds`."""
-        process = self._process
+        async with self._spawning:  # one that is just being started is to end, too
+            process = self._process
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -79,3 +73,15 @@ class Child:
             return ""
         content = self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
         return "\n".join(content.strip().splitlines()[-TAIL_LINES:])
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
+                *self.command.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.command.environment},
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the children in order
+            )

@@ -134,6 +134,8 @@ class Launcher:
         self._addresses = addresses
         self._redis_socket = redis_socket
         self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+        """When the controller has said how the experiment ends, or nobody waits for it: only then CORE stops, too."""
         self._interrupted = asyncio.Event()
         self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()
 
@@ -152,6 +154,7 @@ class Launcher:
                 return await self._follow(controller, pool)
             finally:
                 self._stopping.set()
+                self._ended.set()
                 await self._stop((*COMPONENTS, *CORE))
                 for task in supervisors:
                     task.cancel()
@@ -198,9 +201,10 @@ class Launcher:
                 await asyncio.sleep(0.02)
 
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
-        while not self._stopping.is_set():  # which may begin within the pause before a restart
+        stopping = self._ended if child.name in CORE else self._stopping
+        while not stopping.is_set():  # which may begin within the pause before a restart
             code = await child.run()
-            if self._interrupted.is_set() or (self._stopping.is_set() and child.name in CORE):
+            if self._interrupted.is_set() or self._ended.is_set():
                 return  # nobody is to be told: the controller has not ended the experiment, or has itself ended
             delay_seconds = await self._verdict(child, code, controller)
             if delay_seconds is None:

@@ -17,6 +17,7 @@ from prometheus_client import Gauge, start_http_server
 from nexrl import __version__
 from nexrl.activity import ActivityTracker
 from nexrl.errors import FailedPreconditionError, NexrlError
+from nexrl.memory import keep_freed_memory
 from nexrl.observability.logging import configure_logging
 from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
 from nexrl.rpc.interceptor import EdgeInterceptor
@@ -186,6 +187,7 @@ class ServiceProcess:
 
 def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -> None:
     """The main function of every service: settings, experiment, logging, signals; exits with the error's code."""
+    keep_freed_memory()
     try:
         settings = load_settings()
         experiment = load_resolved(settings.experiment_file)

@@ -322,8 +322,9 @@ class TrajectoryPoolSpec(Section):
         default=8 * 2**30,
         ge=2**20,
         le=2**50,
-        description="Most bytes of trajectories, train batches and added tasks that Redis holds at a time. Puts beyond "
-        "it are refused until the trainer has used some up; give Redis a quarter more.",
+        description="Bytes of trajectories, train batches and added tasks in Redis beyond which puts are refused while "
+        "the trainer has a batch to use up, and half of which makes it write a checkpoint, which frees train batches. "
+        "One batch may go beyond it; give Redis half as much again.",
     )
     replicas: Replicas = Field(default=1, description="Identical pool processes.")
 
@@ -432,8 +433,8 @@ class CheckpointSpec(Section):
         default=2,
         ge=2,
         le=1_000_000,
-        description="Newest checkpoints kept; older ones are removed, once the one after them is 10 seconds old. 2 at least: "
-        "a Redis that lost its last second must still find one that it can follow.",
+        description="Newest checkpoints kept; older ones are removed, once the one after them is 10 seconds old. 2 at "
+        "least: a Redis that lost its last second must still find one that it can follow.",
     )
 
 

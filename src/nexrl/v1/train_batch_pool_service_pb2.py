@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from nexrl.v1 import tensor_pb2 as nexrl_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'nexrl/v1/train_batch_pool_service.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\"\xb4\x02\n\nTrainBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x03\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x32\n\x07tensors\x18\x03 \x03(\x0b\x32!.nexrl.v1.TrainBatch.TensorsEntry\x12\x32\n\x07metrics\x18\x04 \x03(\x0b\x32!.nexrl.v1.TrainBatch.MetricsEntry\x12\x12\n\nsample_ids\x18\x05 \x03(\t\x12\x13\n\x0b\x64\x61ta_cursor\x18\x06 \x01(\x03\x1a@\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.nexrl.v1.Tensor:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"l\n\x14PutTrainBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x0btrain_batch\x18\x02 \x01(\x0b\x32\x14.nexrl.v1.TrainBatch\x12\x15\n\rbatch_attempt\x18\x03 \x01(\x05\"\x17\n\x15PutTrainBatchResponse\"x\n\x16LeaseTrainBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\"W\n\x17LeaseTrainBatchResponse\x12)\n\x0btrain_batch\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.TrainBatch\x12\x11\n\texhausted\x18\x02 \x01(\x08\"t\n\x14\x41\x63kTrainBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x12\n\nsample_ids\x18\x05 \x03(\t\"\x17\n\x15\x41\x63kTrainBatchResponse\"d\n\x17\x43ommitCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\"\x1a\n\x18\x43ommitCheckpointResponse\"h\n\x1bResumeFromCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x61ta_cursor\x18\x04 \x01(\x03\"K\n\x1cResumeFromCheckpointResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\x16\n\x0ereplayed_steps\x18\x02 \x01(\x03\"2\n\x1dGetTrainBatchPoolStateRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"X\n\x1eGetTrainBatchPoolStateResponse\x12\x0e\n\x06queued\x18\x01 \x01(\x03\x12\x0f\n\x07trained\x18\x02 \x01(\x03\x12\x15\n\rdurable_steps\x18\x03 \x01(\x03\x32\xc2\x04\n\x15TrainBatchPoolService\x12P\n\rPutTrainBatch\x12\x1e.nexrl.v1.PutTrainBatchRequest\x1a\x1f.nexrl.v1.PutTrainBatchResponse\x12V\n\x0fLeaseTrainBatch\x12 .nexrl.v1.LeaseTrainBatchRequest\x1a!.nexrl.v1.LeaseTrainBatchResponse\x12P\n\rAckTrainBatch\x12\x1e.nexrl.v1.AckTrainBatchRequest\x1a\x1f.nexrl.v1.AckTrainBatchResponse\x12Y\n\x10\x43ommitCheckpoint\x12!.nexrl.v1.CommitCheckpointRequest\x1a\".nexrl.v1.CommitCheckpointResponse\x12\x65\n\x14ResumeFromCheckpoint\x12%.nexrl.v1.ResumeFromCheckpointRequest\x1a&.nexrl.v1.ResumeFromCheckpointResponse\x12k\n\x16GetTrainBatchPoolState\x12\'.nexrl.v1.GetTrainBatchPoolStateRequest\x1a(.nexrl.v1.GetTrainBatchPoolStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'nexrl/v1/train_batch_pool_service.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\"\xc4\x02\n\nTrainBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x03\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x32\n\x07tensors\x18\x03 \x03(\x0b\x32!.nexrl.v1.TrainBatch.TensorsEntry\x12\x32\n\x07metrics\x18\x04 \x03(\x0b\x32!.nexrl.v1.TrainBatch.MetricsEntry\x12\x12\n\nsample_ids\x18\x05 \x03(\t\x12\x13\n\x0b\x64\x61ta_cursor\x18\x06 \x01(\x03\x12\x0e\n\x06put_id\x18\x07 \x01(\t\x1a@\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.nexrl.v1.Tensor:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"l\n\x14PutTrainBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x0btrain_batch\x18\x02 \x01(\x0b\x32\x14.nexrl.v1.TrainBatch\x12\x15\n\rbatch_attempt\x18\x03 \x01(\x05\"\x17\n\x15PutTrainBatchResponse\"x\n\x16LeaseTrainBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\"W\n\x17LeaseTrainBatchResponse\x12)\n\x0btrain_batch\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.TrainBatch\x12\x11\n\texhausted\x18\x02 \x01(\x08\"\x84\x01\n\x14\x41\x63kTrainBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x12\n\nsample_ids\x18\x05 \x03(\t\x12\x0e\n\x06put_id\x18\x06 \x01(\t\"2\n\x15\x41\x63kTrainBatchResponse\x12\x19\n\x11\x63heckpoint_wanted\x18\x01 \x01(\x08\"d\n\x17\x43ommitCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\"\x1a\n\x18\x43ommitCheckpointResponse\"h\n\x1bResumeFromCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\r\n\x05steps\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x61ta_cursor\x18\x04 \x01(\x03\"K\n\x1cResumeFromCheckpointResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x03\x12\x16\n\x0ereplayed_steps\x18\x02 \x01(\x03\"2\n\x1dGetTrainBatchPoolStateRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"X\n\x1eGetTrainBatchPoolStateResponse\x12\x0e\n\x06queued\x18\x01 \x01(\x03\x12\x0f\n\x07trained\x18\x02 \x01(\x03\x12\x15\n\rdurable_steps\x18\x03 \x01(\x03\x32\xc2\x04\n\x15TrainBatchPoolService\x12P\n\rPutTrainBatch\x12\x1e.nexrl.v1.PutTrainBatchRequest\x1a\x1f.nexrl.v1.PutTrainBatchResponse\x12V\n\x0fLeaseTrainBatch\x12 .nexrl.v1.LeaseTrainBatchRequest\x1a!.nexrl.v1.LeaseTrainBatchResponse\x12P\n\rAckTrainBatch\x12\x1e.nexrl.v1.AckTrainBatchRequest\x1a\x1f.nexrl.v1.AckTrainBatchResponse\x12Y\n\x10\x43ommitCheckpoint\x12!.nexrl.v1.CommitCheckpointRequest\x1a\".nexrl.v1.CommitCheckpointResponse\x12\x65\n\x14ResumeFromCheckpoint\x12%.nexrl.v1.ResumeFromCheckpointRequest\x1a&.nexrl.v1.ResumeFromCheckpointResponse\x12k\n\x16GetTrainBatchPoolState\x12\'.nexrl.v1.GetTrainBatchPoolStateRequest\x1a(.nexrl.v1.GetTrainBatchPoolStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,35 +37,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINBATCH_METRICSENTRY']._loaded_options = None
   _globals['_TRAINBATCH_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_TRAINBATCH']._serialized_start=77
-  _globals['_TRAINBATCH']._serialized_end=385
-  _globals['_TRAINBATCH_TENSORSENTRY']._serialized_start=273
-  _globals['_TRAINBATCH_TENSORSENTRY']._serialized_end=337
-  _globals['_TRAINBATCH_METRICSENTRY']._serialized_start=339
-  _globals['_TRAINBATCH_METRICSENTRY']._serialized_end=385
-  _globals['_PUTTRAINBATCHREQUEST']._serialized_start=387
-  _globals['_PUTTRAINBATCHREQUEST']._serialized_end=495
-  _globals['_PUTTRAINBATCHRESPONSE']._serialized_start=497
-  _globals['_PUTTRAINBATCHRESPONSE']._serialized_end=520
-  _globals['_LEASETRAINBATCHREQUEST']._serialized_start=522
-  _globals['_LEASETRAINBATCHREQUEST']._serialized_end=642
-  _globals['_LEASETRAINBATCHRESPONSE']._serialized_start=644
-  _globals['_LEASETRAINBATCHRESPONSE']._serialized_end=731
-  _globals['_ACKTRAINBATCHREQUEST']._serialized_start=733
-  _globals['_ACKTRAINBATCHREQUEST']._serialized_end=849
-  _globals['_ACKTRAINBATCHRESPONSE']._serialized_start=851
-  _globals['_ACKTRAINBATCHRESPONSE']._serialized_end=874
-  _globals['_COMMITCHECKPOINTREQUEST']._serialized_start=876
-  _globals['_COMMITCHECKPOINTREQUEST']._serialized_end=976
-  _globals['_COMMITCHECKPOINTRESPONSE']._serialized_start=978
-  _globals['_COMMITCHECKPOINTRESPONSE']._serialized_end=1004
-  _globals['_RESUMEFROMCHECKPOINTREQUEST']._serialized_start=1006
-  _globals['_RESUMEFROMCHECKPOINTREQUEST']._serialized_end=1110
-  _globals['_RESUMEFROMCHECKPOINTRESPONSE']._serialized_start=1112
-  _globals['_RESUMEFROMCHECKPOINTRESPONSE']._serialized_end=1187
-  _globals['_GETTRAINBATCHPOOLSTATEREQUEST']._serialized_start=1189
-  _globals['_GETTRAINBATCHPOOLSTATEREQUEST']._serialized_end=1239
-  _globals['_GETTRAINBATCHPOOLSTATERESPONSE']._serialized_start=1241
-  _globals['_GETTRAINBATCHPOOLSTATERESPONSE']._serialized_end=1329
-  _globals['_TRAINBATCHPOOLSERVICE']._serialized_start=1332
-  _globals['_TRAINBATCHPOOLSERVICE']._serialized_end=1910
+  _globals['_TRAINBATCH']._serialized_end=401
+  _globals['_TRAINBATCH_TENSORSENTRY']._serialized_start=289
+  _globals['_TRAINBATCH_TENSORSENTRY']._serialized_end=353
+  _globals['_TRAINBATCH_METRICSENTRY']._serialized_start=355
+  _globals['_TRAINBATCH_METRICSENTRY']._serialized_end=401
+  _globals['_PUTTRAINBATCHREQUEST']._serialized_start=403
+  _globals['_PUTTRAINBATCHREQUEST']._serialized_end=511
+  _globals['_PUTTRAINBATCHRESPONSE']._serialized_start=513
+  _globals['_PUTTRAINBATCHRESPONSE']._serialized_end=536
+  _globals['_LEASETRAINBATCHREQUEST']._serialized_start=538
+  _globals['_LEASETRAINBATCHREQUEST']._serialized_end=658
+  _globals['_LEASETRAINBATCHRESPONSE']._serialized_start=660
+  _globals['_LEASETRAINBATCHRESPONSE']._serialized_end=747
+  _globals['_ACKTRAINBATCHREQUEST']._serialized_start=750
+  _globals['_ACKTRAINBATCHREQUEST']._serialized_end=882
+  _globals['_ACKTRAINBATCHRESPONSE']._serialized_start=884
+  _globals['_ACKTRAINBATCHRESPONSE']._serialized_end=934
+  _globals['_COMMITCHECKPOINTREQUEST']._serialized_start=936
+  _globals['_COMMITCHECKPOINTREQUEST']._serialized_end=1036
+  _globals['_COMMITCHECKPOINTRESPONSE']._serialized_start=1038
+  _globals['_COMMITCHECKPOINTRESPONSE']._serialized_end=1064
+  _globals['_RESUMEFROMCHECKPOINTREQUEST']._serialized_start=1066
+  _globals['_RESUMEFROMCHECKPOINTREQUEST']._serialized_end=1170
+  _globals['_RESUMEFROMCHECKPOINTRESPONSE']._serialized_start=1172
+  _globals['_RESUMEFROMCHECKPOINTRESPONSE']._serialized_end=1247
+  _globals['_GETTRAINBATCHPOOLSTATEREQUEST']._serialized_start=1249
+  _globals['_GETTRAINBATCHPOOLSTATEREQUEST']._serialized_end=1299
+  _globals['_GETTRAINBATCHPOOLSTATERESPONSE']._serialized_start=1301
+  _globals['_GETTRAINBATCHPOOLSTATERESPONSE']._serialized_end=1389
+  _globals['_TRAINBATCHPOOLSERVICE']._serialized_start=1392
+  _globals['_TRAINBATCHPOOLSERVICE']._serialized_end=1970
 # @@protoc_insertion_point(module_scope)

@@ -65,12 +65,15 @@ class TrainBatch(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     SAMPLE_IDS_FIELD_NUMBER: builtins.int
     DATA_CURSOR_FIELD_NUMBER: builtins.int
+    PUT_ID_FIELD_NUMBER: builtins.int
     batch_id: builtins.int
     """The batch, and the step, that this belongs to."""
     model_tag: builtins.str
     """Names the trained model."""
     data_cursor: builtins.int
     """From BatchLease.data_cursor; a checkpoint keeps it."""
+    put_id: builtins.str
+    """Names this very train batch; set by the pool, whatever is sent."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, nexrl.v1.tensor_pb2.Tensor]:
         """Named tensors: token_ids int64 [N], loss_mask bool [N] (the policy's own tokens), rollout_logprobs float32 [N],
@@ -96,8 +99,9 @@ class TrainBatch(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         sample_ids: collections.abc.Iterable[builtins.str] | None = ...,
         data_cursor: builtins.int = ...,
+        put_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "data_cursor", b"data_cursor", "metrics", b"metrics", "model_tag", b"model_tag", "sample_ids", b"sample_ids", "tensors", b"tensors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "data_cursor", b"data_cursor", "metrics", b"metrics", "model_tag", b"model_tag", "put_id", b"put_id", "sample_ids", b"sample_ids", "tensors", b"tensors"]) -> None: ...
 
 Global___TrainBatch: typing_extensions.TypeAlias = TrainBatch
 
@@ -212,6 +216,7 @@ class AckTrainBatchRequest(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     SAMPLE_IDS_FIELD_NUMBER: builtins.int
+    PUT_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique for each call, the same in its retries."""
     model_tag: builtins.str
@@ -220,6 +225,8 @@ class AckTrainBatchRequest(google.protobuf.message.Message):
     """The step made."""
     incarnation: builtins.int
     """The trainer's incarnation, from ResumeFromCheckpoint; an older one is fenced off."""
+    put_id: builtins.str
+    """TrainBatch.put_id of what the step was made of; refused when the pool holds another train batch of that number."""
     @property
     def sample_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """TrainBatch.sample_ids of what the step was made of; refused when the pool's batch of that number holds others."""
@@ -232,8 +239,9 @@ class AckTrainBatchRequest(google.protobuf.message.Message):
         step: builtins.int = ...,
         incarnation: builtins.int = ...,
         sample_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        put_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "model_tag", b"model_tag", "request_id", b"request_id", "sample_ids", b"sample_ids", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "model_tag", b"model_tag", "put_id", b"put_id", "request_id", b"request_id", "sample_ids", b"sample_ids", "step", b"step"]) -> None: ...
 
 Global___AckTrainBatchRequest: typing_extensions.TypeAlias = AckTrainBatchRequest
 
@@ -243,9 +251,15 @@ class AckTrainBatchResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    CHECKPOINT_WANTED_FIELD_NUMBER: builtins.int
+    checkpoint_wanted: builtins.bool
+    """True when the pool holds so much that only a checkpoint, which lets it delete trained batches, makes room."""
     def __init__(
         self,
+        *,
+        checkpoint_wanted: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_wanted", b"checkpoint_wanted"]) -> None: ...
 
 Global___AckTrainBatchResponse: typing_extensions.TypeAlias = AckTrainBatchResponse
 

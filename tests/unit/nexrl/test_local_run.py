@@ -58,6 +58,14 @@ async def test_a_childs_exit_code_and_log_are_kept_and_it_can_be_started_again(t
     await child.stop(1.0)
 
 
+async def test_a_child_that_is_just_being_started_is_stopped(tmp_path: Path) -> None:
+    child = Child(Command("rollout-0", ["sleep", "600"], {}), tmp_path)
+    running = asyncio.create_task(child.run())
+    await asyncio.sleep(0)  # it has begun to start
+    await child.stop(5.0)
+    assert await running == -signal.SIGTERM
+
+
 async def test_a_child_that_does_not_heed_sigterm_is_killed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ready")
     ready = f"open({str(tmp_path / 'ready')!r}, 'w').close()"
