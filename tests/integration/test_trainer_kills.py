@@ -224,15 +224,8 @@ LOSSES = {
 }
 
 
-NOT_YET = pytest.mark.xfail(
-    reason="what is granted before the first trainer came begins at the data's start", strict=False
-)
-
-
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "lost", [pytest.param(lost, marks=NOT_YET) if lost == "everything" else lost for lost in LOSSES]
-)
+@pytest.mark.parametrize("lost", LOSSES)
 async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     tmp_path: Path, experiment_name: str, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -470,12 +470,10 @@ async def test_a_trainer_that_comes_after_the_workers_still_says_where_to_begin(
     early = await pool.lease()
     answer = await pool.resume(steps=7, data_cursor=5)
     assert answer.replayed_steps == 0
-    assert (
-        await pool.put([scored(s, trajectory(version=7)) for x in early.leases for s in x.samples]) == ["ACCEPTED"] * 4
-    )
-    assert (await pool.lease_batch()).lease.batch_id == 7
-    await pool.set_version(8)
-    assert (await pool.lease(2)).leases[0].task.task_id == "train-5"
+    results = [scored(s, trajectory(version=7)) for x in early.leases for s in x.samples]
+    assert await pool.put(results) == ["FENCED"] * 4  # of tasks that the checkpoint has behind it
+    assert [lease.task.task_id for lease in (await pool.lease()).leases] == ["train-5", "train-6"]
+    assert (await pool.audit()).findings_total == 0
 
 
 # validation
@@ -608,7 +606,10 @@ async def test_one_sample_is_found_and_all_are_listed_page_by_page(deploy: Deplo
 
 
 async def test_a_put_that_finds_the_pool_full_is_repeated_until_there_is_room(deploy: Deploy) -> None:
-    pool = await deploy(trajectoryPool={"batchSize": 4, "groupSize": 2, "maxPayloadBytes": 2**20})
+    pool = await deploy(
+        trajectoryPool={"batchSize": 2, "groupSize": 2, "maxPayloadBytes": 2**20},
+        weightSync={"mode": "batch-async", "stalenessThreshold": 1},
+    )
     leases = (await pool.lease()).leases
     first, second = ([scored(sample, trajectory(text="x" * 500_000)) for sample in lease.samples] for lease in leases)
     assert await pool.put(first) == ["ACCEPTED"] * 2
@@ -617,5 +618,5 @@ async def test_a_put_that_finds_the_pool_full_is_repeated_until_there_is_room(de
         await call(pool.pool.PutSamples, request, timeout_seconds=0.5)
     assert (await pool.state()).leased == 2
     waiting = asyncio.create_task(pool.put(second))
-    await pool.put_train_batch((await pool.lease_batch(batch_size=2)).lease)
+    await pool.put_train_batch((await pool.lease_batch()).lease)
     assert await waiting == ["ACCEPTED"] * 2

@@ -900,7 +900,24 @@ function moves.commit_checkpoint()
   return {}
 end
 
+-- A Redis that lost everything is granted from anew by workers who did not notice, from the start of the data, and their
+-- samples may even be in batches, before the trainer is back to say where its checkpoint goes on.
+local function forget_granted()
+  local leaves = redis.call("SMEMBERS", key("leaves"))
+  for _, group in ipairs(group_ids(0, count("next_group") - 1)) do
+    for _, name in ipairs(cjson.decode(get(key("g:" .. group), "leaves") or "[]")) do leaves[#leaves + 1] = name end
+    for _, name in ipairs({ key("g:" .. group), key("t:" .. group), history(group) }) do delete(name) end
+  end
+  for _, name in ipairs(leaves) do delete(key("leaf:" .. name)) end
+  for batch = 0, count("next_batch") - 1 do
+    for _, name in ipairs({ "b:", "tb:" }) do delete(key(name .. batch)) end
+  end
+  local names = { "meta", "sizes", "lives", "open", "items", "lease", "leaves", "ready", "formed", "batchlease", "tb" }
+  for _, name in ipairs(names) do delete(key(name)) end
+end
+
 function moves.resume()
+  if count("incarnation") == 0 and a.steps > 0 then forget_granted() end
   -- The first trainer says where this ledger begins, also when workers have leased before it came.
   if count("incarnation") == 0 and count("next_batch") == 0 then
     for _, field in ipairs({ "start_steps", "next_batch", "trained_steps", "durable_steps", "version" }) do
