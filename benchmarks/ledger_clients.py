@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Semaphore
 from typing import TYPE_CHECKING
@@ -109,13 +110,13 @@ async def _put(client: RolloutClient, lease: pb.TaskLease, results: Sequence[pb.
     assert outcomes == [pb.PUT_OUTCOME_ACCEPTED] * GROUP_SIZE
 
 
-def pool_consumer(target: str, batches: int, times: "SimpleQueue[float]") -> None:
+def pool_consumer(target: str, batches: int, times: Connection) -> None:
     """Lease batches, put a train batch for each, acknowledge its step, and commit a checkpoint now and then."""
     keep_freed_memory()
     asyncio.run(_consume(target, batches, times))
 
 
-async def _consume(target: str, batches: int, times: "SimpleQueue[float]") -> None:
+async def _consume(target: str, batches: int, times: Connection) -> None:
     async with connect(target) as channel:
         pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
         train: TrainBatchPoolServiceAsyncStub = TrainBatchPoolServiceStub(channel)
@@ -131,10 +132,15 @@ async def _consume(target: str, batches: int, times: "SimpleQueue[float]") -> No
             )
             await call(train.PutTrainBatch, put, timeout_seconds=CALL_SECONDS)
             ack = train_pb.AckTrainBatchRequest(
-                request_id=new_request_id(), model_tag=TAG, step=step, incarnation=incarnation, sample_ids=samples
+                request_id=new_request_id(),
+                model_tag=TAG,
+                step=step,
+                incarnation=incarnation,
+                sample_ids=samples,
+                put_id=put.request_id,
             )
             await call(train.AckTrainBatch, ack, timeout_seconds=CALL_SECONDS)
-            times.put(time.perf_counter())
+            times.send(time.perf_counter())
             if (step + 1) % CHECKPOINT_STEPS == 0:
                 await _commit(pool, train, step + 1, incarnation)
 
@@ -191,7 +197,7 @@ def raw_producer(url: str, number: int, work: Work, durations: "SimpleQueue[list
     durations.put(found)
 
 
-def raw_consumer(url: str, batches: int, times: "SimpleQueue[float]", handover: Handover) -> None:
+def raw_consumer(url: str, batches: int, times: Connection, handover: Handover) -> None:
     """GET a batch of payloads in one pipeline, then delete them."""
     keep_freed_memory()
     connection = redis.Redis.from_url(url)
@@ -205,7 +211,7 @@ def raw_consumer(url: str, batches: int, times: "SimpleQueue[float]", handover: 
         connection.delete(*keys)
         for _ in groups:
             handover.room.release()
-        times.put(time.perf_counter())
+        times.send(time.perf_counter())
 
 
 def raw_setter(url: str, number: int, work: Work, durations: "SimpleQueue[list[float]]") -> None:

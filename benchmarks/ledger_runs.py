@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -120,13 +121,13 @@ def run_clients(
     """Seven producers and a consumer, processes that end by themselves; `servers` are process ids by kind."""
     batches = PRODUCERS * work.groups // BATCH_GROUPS
     durations: SimpleQueue[list[float]] = _processes.SimpleQueue()
-    times: SimpleQueue[float] = _processes.SimpleQueue()
+    times, sender = _processes.Pipe(duplex=False)
     producers = start([producer(number, durations) for number in range(PRODUCERS)])
-    consumers = start([consumer(batches, times)])
+    consumers = start([consumer(batches, sender)])
     kinds = {**servers, "producers": pids_of(producers), "consumer": pids_of(consumers)}
     ends, cpu = [], []
     for batch in range(batches):
-        ends.append(times.get())
+        ends.append(next_end(times, [*producers, *consumers]))
         if batch in (SKIPPED_BATCHES, batches - SKIPPED_BATCHES):
             cpu.append({kind: sum(map(cpu_seconds, pids)) for kind, pids in kinds.items()})
     put_seconds = [seconds for _ in producers for seconds in durations.get()]
@@ -206,6 +207,18 @@ def start(targets: Sequence[Started]) -> list[BaseProcess]:
     for process in processes:
         process.start()
     return processes
+
+
+def next_end(times: Connection, processes: Sequence[BaseProcess]) -> float:
+    """When the next batch was used up; ends this process when one of the others has failed."""
+    running = list(processes)
+    while times not in (ready := wait([times, *(process.sentinel for process in running)])):
+        failed = [process.name for process in running if process.exitcode]
+        if failed:
+            sys.exit(f"{', '.join(failed)} failed")
+        running = [process for process in running if process.sentinel not in ready]
+    end: float = times.recv()
+    return end
 
 
 def pids_of(processes: Sequence[BaseProcess]) -> list[int]:

@@ -22,13 +22,13 @@ NAMES = (
     *("inference-0", "inference-1", "rollout-0", "rollout-1"),
 )
 EXPERIMENT = Path(__file__).with_name("copy-digits.yaml")
-STEPS = 120 + 3 * KILLS
+STEPS = 150 + 3 * KILLS
 """More than are made while the kills last."""
 BATCH_SIZE = 128
 SECONDS = 180.0 + 15.0 * KILLS
 AUDIT_SECONDS = 60.0
-REWARD = 0.6
-"""Of the last steps. Without a kill they have 0.7 or more, and the first ones 0.07."""
+REWARD = 0.65
+"""Of the last steps. Without a kill they have 0.85 or more, and the first ones 0.07."""
 
 
 @pytest.mark.chaos

@@ -41,7 +41,7 @@ async def pool(tmp_path: Path, redis_url: str, experiment_name: str) -> AsyncIte
 @pytest.mark.parametrize("nbytes", [2**10, 2**20, MAX_SAMPLE_BYTES])
 async def test_samples_of_any_size_reach_the_trainer_whole(pool: PoolClient, nbytes: int) -> None:
     await pool.resume()
-    sent = {}
+    sent: dict[str, pb.SampleResult] = {}
     for lease in (await pool.lease(4)).leases:
         results = [sized(sample, nbytes) for sample in lease.samples]
         assert await pool.put(results) == ["ACCEPTED"] * 2
@@ -96,7 +96,7 @@ async def test_a_train_batch_of_which_redis_lost_a_piece_is_sent_again(
     batch = (await pool.lease_batch()).lease
     stage = ledger.Ledger._stage
 
-    lost = []
+    lost: list[str] = []
 
     async def stage_all_but_one(self: ledger.Ledger, name: str, number: int, piece: bytes) -> None:
         if number != 1 or lost:
