@@ -20,7 +20,6 @@ WARM_UP_BATCHES = 20
 WAIT_SECONDS = 0.002
 
 
-@ray.remote
 class Pool:
     """Groups of trajectories in a dictionary of lists; complete ones in a queue."""
 
@@ -55,7 +54,6 @@ class Pool:
         del self._leased[number]
 
 
-@ray.remote
 class Producer:
     """One client process that puts groups, one after the other."""
 
@@ -70,7 +68,6 @@ class Producer:
                 ray.get([pool.put.remote(group, payload) for _ in range(GROUP_SIZE)])
 
 
-@ray.remote
 class Consumer:
     """One client process that takes batches."""
 
@@ -109,11 +106,10 @@ def main() -> None:
 def rate(producers: int, batches: int, is_whole: bool) -> float:
     """Trajectories per second, without the beginning and the end."""
     groups = batches * BATCH_SIZE // GROUP_SIZE // producers
-    pool = Pool.remote()
-    workers = [Producer.remote() for _ in range(producers)]
-    consumer = Consumer.remote()
+    pool, consumer = ray.remote(Pool).remote(), ray.remote(Consumer).remote()
+    workers = [ray.remote(Producer).remote() for _ in range(producers)]
     puts = [worker.run.remote(pool, number, groups, is_whole) for number, worker in enumerate(workers)]
-    times = ray.get(consumer.run.remote(pool, groups * producers * GROUP_SIZE // BATCH_SIZE))
+    times: list[float] = ray.get(consumer.run.remote(pool, groups * producers * GROUP_SIZE // BATCH_SIZE))
     ray.get(puts)
     skipped = min(WARM_UP_BATCHES, len(times) // 4)
     kept = times[skipped : len(times) - skipped]

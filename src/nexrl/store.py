@@ -28,6 +28,8 @@ from nexrl.settings import redis_password
 CONNECT_SECONDS = 3.0
 CALL_SECONDS = 10.0
 PATIENCE_SECONDS = 15.0
+START_SECONDS = 60.0
+"""Longest time for which a service that starts waits for Redis: both may be starting again, Redis with much to load."""
 MAX_BACKOFF_SECONDS = 0.5
 MAX_CONNECTIONS = 64
 """Of one process to one server; more calls than that wait for their turn."""
@@ -57,15 +59,15 @@ def owner_key(experiment: str) -> str:
     return f"nexrl:owner:{experiment}"
 
 
-async def connect_redis(url: str) -> Redis:
+async def connect_redis(url: str, *, wait_seconds: float = 0.0) -> Redis:
     """Open and check a connection; NEXRL_REDIS_PASSWORD is its password. A `+cluster` URL is that of any node.
 
     A server that restarts or fails over later is waited for, 15 s a call; then it raises StoreUnavailableError. Raises
     InvalidArgumentError for a URL that is none, FailedPreconditionError when the server does not let us in,
-    UnavailableError when nothing answers within 3 s.
+    UnavailableError when nothing answers within 3 s and `wait_seconds`.
     """
     try:
-        await _check(url)
+        await _check(url, wait_seconds)
         return await _client(url, PATIENCE_SECONDS).initialize()
     except (ValueError, TypeError) as error:  # TypeError: a query with a name that redis-py does not know
         raise InvalidArgumentError(f"redis.url: {_shown(url)}: {error}; allowed: {SCHEMES}") from None
@@ -132,9 +134,9 @@ def _client(url: str, patience_seconds: float) -> Redis:
     return Redis.from_pool(pool)
 
 
-async def _check(url: str) -> None:
+async def _check(url: str, wait_seconds: float) -> None:
     """Whether somebody is there, lets us in, and is what the URL says."""
-    async with aclosing(_client(url, 0.0)) as probe, asyncio.timeout(CONNECT_SECONDS):
+    async with aclosing(_client(url, wait_seconds)) as probe, asyncio.timeout(CONNECT_SECONDS + wait_seconds):
         found = await probe.info("server") | await probe.info("memory")
     if "cluster" in (found.get("redis_mode"), found.get("server_mode")) and not CLUSTER_SCHEME.match(url):
         raise ValueError("a node of a Redis Cluster, so that the URL begins with redis+cluster or rediss+cluster")

@@ -19,7 +19,7 @@ from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLos
 from nexrl.local.append_only_file import make_whole
 from nexrl.local.components import free_ports
 from nexrl.local.ownership import owned
-from nexrl.store import Redis, connect_redis, expire_experiment, keep_experiment, key_prefix, owner_key
+from nexrl.store import START_SECONDS, Redis, connect_redis, expire_experiment, keep_experiment, key_prefix, owner_key
 from nexrl_trajectory_pool.ledger import GrantedBatch, Ledger
 from nexrl_trajectory_pool.wakeups import WakeUps
 from tests.support.guide import ROOT
@@ -547,6 +547,15 @@ async def test_no_message_repeats_a_password(url: str) -> None:
     with pytest.raises(UnavailableError) as caught:
         await connect_redis(url)
     assert PASSWORD not in str(caught.value)
+
+
+async def test_a_service_that_starts_waits_for_a_server_that_starts(path: Path) -> None:
+    server = Server(program("redis-6.2"), path)
+    connecting = asyncio.create_task(connect_redis(server.url, wait_seconds=START_SECONDS))
+    await asyncio.sleep(0.5)  # it has found nobody, more than once
+    with running(server):
+        async with aclosing(await connecting) as redis:
+            assert await redis.ping()
 
 
 # how long keys stay --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import time
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.rpc.server import ServiceProcess, run_service
-from nexrl.store import Redis, connect_redis
+from nexrl.store import START_SECONDS, Redis, connect_redis
 from nexrl.v1.activity_service_pb2_grpc import add_ActivityServiceServicer_to_server
 from nexrl.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
@@ -25,7 +25,7 @@ def main() -> None:
 
 async def start(process: ServiceProcess) -> None:
     """Build the controller and serve it."""
-    redis = await connect_redis(process.settings.redis_url)
+    redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
     backends = open_backends(process.experiment, process.settings.run_dir)
     store = StateStore(redis, process.experiment.metadata.name)

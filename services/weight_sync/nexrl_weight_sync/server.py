@@ -7,7 +7,7 @@ from nexrl.errors import NexrlError
 from nexrl.rpc.client import call, is_passing, new_request_id
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec import ExperimentSpec
-from nexrl.store import connect_redis, key_prefix
+from nexrl.store import START_SECONDS, connect_redis, key_prefix
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 from nexrl.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_to_server
@@ -31,7 +31,7 @@ def main() -> None:
 async def start(process: ServiceProcess) -> None:
     """Load the state of the experiment's model tag and serve it."""
     spec = process.experiment.spec
-    redis = await connect_redis(process.settings.redis_url)
+    redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
     store = WeightSyncStore(redis, key_prefix(process.experiment.metadata.name, spec.model.tag))
     timeout_seconds = spec.weight_sync.timeout_seconds
