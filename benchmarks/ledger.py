@@ -57,13 +57,13 @@ def main() -> None:
     """Measure everything and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=280, help="of each run; rounded to a multiple of 7")
+    parser.add_argument("--batches", type=int, default=280, help="of each run")
     parser.add_argument("--json", type=Path, help="where everything that was measured goes")
     arguments = parser.parse_args()
     if not RAY_PYTHON.exists():
         sys.exit("Ray is not installed: run `make bench-ledger`")
-    groups = max(2 * SKIPPED_BATCHES // PRODUCERS + 1, arguments.batches // PRODUCERS) * BATCH_GROUPS
-    rounds = [measure_round(number, groups) for number in range(1, arguments.rounds + 1)]
+    batches = SKIPPED_BATCHES + arguments.batches
+    rounds = [measure_round(number, batches) for number in range(1, arguments.rounds + 1)]
     rate = median(entry["ours, 1 process"]["rate"] for entry in rounds)
     found = {
         "machine": machine(),
@@ -77,14 +77,15 @@ def main() -> None:
     print_table(found)
 
 
-def measure_round(number: int, groups: int) -> dict[str, Any]:
+def measure_round(number: int, batches: int) -> dict[str, Any]:
     """Each side once: rate, and CPU microseconds per trajectory where that is ours to see."""
     found: dict[str, Any] = {}
     for together, form in ((IN_HAND, ""), (1, ", one group at a time")):
-        found[f"raw{form}"] = vars(run_raw(Work(groups, together)))
-        found[f"ours, 1 process{form}"] = vars(run_pool(1, Work(groups, together)))
-    found["ours, 4 processes"] = vars(run_pool(4, Work(groups, IN_HAND)))
-    found["ray"] = run_ray(PRODUCERS * groups // BATCH_GROUPS)
+        work = Work(batches * BATCH_GROUPS, together)  # more than any of them will come to
+        found[f"raw{form}"] = vars(run_raw(work, batches))
+        found[f"ours, 1 process{form}"] = vars(run_pool(1, work, batches))
+    found["ours, 4 processes"] = vars(run_pool(4, Work(batches * BATCH_GROUPS, IN_HAND), batches))
+    found["ray"] = run_ray(batches)
     for entry in found.values():
         entry.pop("put_seconds", None)
     rates = ", ".join(f"{side} {entry['rate']:,.0f}" for side, entry in found.items())
@@ -95,7 +96,8 @@ def measure_round(number: int, groups: int) -> dict[str, Any]:
 def measure_latency(rate: float) -> dict[str, float]:
     """99th percentiles (milliseconds) of a put and of a raw SET, at `rate` trajectories per second."""
     groups = int(rate * LATENCY_SECONDS / GROUP_SIZE / PRODUCERS / BATCH_GROUPS) * BATCH_GROUPS
-    put = run_pool(1, Work(groups, puts_per_second=rate / GROUP_SIZE / PRODUCERS))
+    work = Work(groups, puts_per_second=rate / GROUP_SIZE / PRODUCERS)
+    put = run_pool(1, work, PRODUCERS * groups // BATCH_GROUPS)
     set_seconds = run_raw_sets(Work(groups * GROUP_SIZE, puts_per_second=rate / PRODUCERS))
     return {
         "trajectories_per_second": rate,

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,8 +47,10 @@ PRODUCERS = 7
 AHEAD_BATCHES = 16
 """Batches that producers may be ahead: credit of ours, room of the raw side."""
 SKIPPED_BATCHES = 24
-"""Left out at the beginning and at the end of a run."""
+"""Left out at the beginning of a run, until producers are as far ahead as they may be."""
 START_SECONDS = 60.0
+END_SECONDS = 2.0
+"""In which producers end whose work is done; the others have more than they will come to."""
 RAY_SECONDS = 600.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -66,25 +70,25 @@ class Run:
     put_seconds: tuple[float, ...]
 
 
-def run_raw(work: Work) -> Run:
-    """The raw side."""
+def run_raw(work: Work, batches: int) -> Run:
+    """The raw side, until `batches` are used up."""
     handover = Handover(_processes.SimpleQueue(), _processes.Semaphore(AHEAD_BATCHES * BATCH_GROUPS))
     with running_redis() as url:
         return run_clients(
             lambda number, out: (raw_producer, (url, number, work, out, handover)),
-            lambda batches, out: (raw_consumer, (url, batches, out, handover)),
-            work,
+            lambda out: (raw_consumer, (url, batches, out, handover)),
+            batches,
             {"redis": [redis_pid(url)]},
         )
 
 
-def run_pool(count: int, work: Work) -> Run:
-    """Our side, with `count` pool processes."""
-    with running_redis() as url, running_pools(count, url, PRODUCERS * work.groups // BATCH_GROUPS) as (target, pids):
+def run_pool(count: int, work: Work, batches: int) -> Run:
+    """Our side, with `count` pool processes, until `batches` are used up."""
+    with running_redis() as url, running_pools(count, url, batches + 2 * AHEAD_BATCHES) as (target, pids):
         return run_clients(
             lambda number, out: (pool_producer, (target, number, work, out)),
-            lambda batches, out: (pool_consumer, (target, batches, out)),
-            work,
+            lambda out: (pool_consumer, (target, batches, out)),
+            batches,
             {"redis": [redis_pid(url)], "pool": pids},
         )
 
@@ -114,35 +118,48 @@ def run_raw_sets(work: Work) -> tuple[float, ...]:
 
 def run_clients(
     producer: Callable[[int, Any], Started],
-    consumer: Callable[[int, Any], Started],
-    work: Work,
+    consumer: Callable[[Any], Started],
+    batches: int,
     servers: dict[str, list[int]],
 ) -> Run:
-    """Seven producers and a consumer, processes that end by themselves; `servers` are process ids by kind."""
-    batches = PRODUCERS * work.groups // BATCH_GROUPS
+    """Producers and a consumer, until it has had its batches; `servers` are process ids by kind."""
     durations: SimpleQueue[list[float]] = _processes.SimpleQueue()
     times, sender = _processes.Pipe(duplex=False)
     producers = start([producer(number, durations) for number in range(PRODUCERS)])
-    consumers = start([consumer(batches, sender)])
+    consumers = start([consumer(sender)])
     kinds = {**servers, "producers": pids_of(producers), "consumer": pids_of(consumers)}
     ends, cpu = [], []
     for batch in range(batches):
         ends.append(next_end(times, [*producers, *consumers]))
-        if batch in (SKIPPED_BATCHES, batches - SKIPPED_BATCHES):
+        if batch in (SKIPPED_BATCHES, batches - 1):
             cpu.append({kind: sum(map(cpu_seconds, pids)) for kind, pids in kinds.items()})
-    put_seconds = [seconds for _ in producers for seconds in durations.get()]
-    for process in (*producers, *consumers):
-        process.join()
-    trajectories = BATCH_SIZE * (batches - 2 * SKIPPED_BATCHES)
+    trajectories = BATCH_SIZE * (batches - 1 - SKIPPED_BATCHES)
     return Run(
-        trajectories / (ends[batches - SKIPPED_BATCHES] - ends[SKIPPED_BATCHES]),
+        trajectories / (ends[-1] - ends[SKIPPED_BATCHES]),
         {kind: 1e6 * (cpu[1][kind] - cpu[0][kind]) / trajectories for kind in kinds},
-        tuple(put_seconds),
+        end(producers, consumers, durations),
     )
 
 
-def experiment(batches: int) -> Experiment:
-    """As many steps as there are batches, credit for AHEAD_BATCHES more, and token ids of two bytes."""
+def end(
+    producers: Sequence[BaseProcess], consumers: Sequence[BaseProcess], durations: "SimpleQueue[list[float]]"
+) -> tuple[float, ...]:
+    """Wait until the clients have ended; gives how long the puts took of those producers that have done their work."""
+    for process in consumers:
+        process.join()
+    deadline = time.monotonic() + END_SECONDS
+    found: list[float] = []
+    for process in producers:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.terminate()
+        process.join()
+    while not durations.empty():
+        found += durations.get()
+    return tuple(found)
+
+
+def experiment(steps: int) -> Experiment:
+    """Credit for AHEAD_BATCHES batches, and token ids of two bytes."""
     alphabet = "".join(chr(0x100 + number) for number in range(512))
     return small_experiment(
         "bench",
@@ -151,16 +168,16 @@ def experiment(batches: int) -> Experiment:
         trainBatchPool={"maxQueued": AHEAD_BATCHES},
         weightSync={"mode": "fully-async", "stalenessThreshold": AHEAD_BATCHES},
         inference={"maxTokensPerRow": 2048},
-        trainer={"steps": batches},
+        trainer={"steps": steps},
     )
 
 
 @contextmanager
-def running_pools(count: int, redis_url: str, batches: int) -> Iterator[tuple[str, list[int]]]:
+def running_pools(count: int, redis_url: str, steps: int) -> Iterator[tuple[str, list[int]]]:
     """Pool processes that serve; a gRPC target that takes them in turn, and their process ids."""
     with tempfile.TemporaryDirectory(prefix="nexrl-bench-") as folder:
         file = Path(folder) / "experiment.yaml"
-        file.write_text(dump_resolved(experiment(batches)))
+        file.write_text(dump_resolved(experiment(steps)))
         addresses = [f"{LOOPBACK}:{port}" for port in free_ports(count)]
         pools = [start_pool(file, redis_url, number, address) for number, address in enumerate(addresses)]
         try:
@@ -217,8 +234,8 @@ def next_end(times: Connection, processes: Sequence[BaseProcess]) -> float:
         if failed:
             sys.exit(f"{', '.join(failed)} failed")
         running = [process for process in running if process.sentinel not in ready]
-    end: float = times.recv()
-    return end
+    used_up: float = times.recv()
+    return used_up
 
 
 def pids_of(processes: Sequence[BaseProcess]) -> list[int]:
@@ -233,6 +250,8 @@ def redis_pid(url: str) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
+    """CPU time of a process so far; no number once it has ended."""
+    if not Path(f"/proc/{pid}/stat").exists():
+        return math.nan
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND

@@ -72,7 +72,8 @@ def test_a_redis_that_is_down_is_named(root: Path) -> None:
     url = f"redis://127.0.0.1:{free_port()}"
     code, message = refused(root, f"redis.url={url}")
     assert code == UnavailableError.exit_code
-    assert f"redis.url: no Redis answers at {url}" in message
+    assert message.startswith(f"error: redis.url: {url}: ")
+    assert "no Redis answers; start one there" in message
     assert not (root / "copy-digits").exists()
 
 

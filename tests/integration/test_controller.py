@@ -462,6 +462,13 @@ async def test_a_validation_that_never_ends_is_reported_and_released(deploy: Dep
     assert "validation of version 4 failed: it did not end within 0.1 s" in outcome.errors[0].message
 
 
+async def test_a_validation_that_redis_has_lost_is_started_again(deploy: Deploy) -> None:
+    outcome = await validated(deploy, FakeValidator(forgets=True))
+    assert outcome.calls == ["start 4", "start 4", "end 4"]
+    assert outcome.errors == []
+    assert outcome.state.metrics["val/reward"] == 0.5
+
+
 @pytest.mark.guide("S10")
 async def test_a_validation_that_cannot_start_is_reported_and_released(deploy: Deploy) -> None:
     outcome = await validated(deploy, FakeValidator(refusal=InvalidArgumentError("no validation data")))

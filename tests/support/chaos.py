@@ -1,13 +1,13 @@
 """Kills processes of a run, one after the other, and examines what the run has left. One seed is one schedule."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -117,28 +117,35 @@ class Killer:
         async with asyncio.TaskGroup() as tasks:
             for number, strike in enumerate(strikes, start=1):
                 await asyncio.sleep(strike.gap_seconds)
-                name, process = await self._victim(strike)
-                forgets = name == REDIS and strike.forgets
+                kill = await self._kill(strike)
+                if kill.name in self._returns:
+                    self._returns[kill.name].cancel()
+                self.kills.append(kill)
+                watch = self._watch(f"kill {number:3d}/{len(strikes)}", kill, self._log(kill.name).stat().st_size)
+                self._returns[kill.name] = tasks.create_task(watch)
+
+    async def _kill(self, strike: Strike) -> Kill:
+        while True:
+            name, process = await self._victim(strike)
+            forgets = name == REDIS and strike.forgets
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself: take another
                 if forgets:
                     await self._forget(process)
                 os.kill(process.pid, signal.SIGKILL)
-                if name in self._returns:
-                    self._returns[name].cancel()
-                self.kills.append(Kill(name, forgets))
                 self._killed[name] = process
-                watch = self._watch(f"kill {number:3d}/{len(strikes)}", self.kills[-1], self._log(name).stat().st_size)
-                self._returns[name] = tasks.create_task(watch)
+                return Kill(name, forgets)
 
     async def _victim(self, strike: Strike) -> tuple[str, Process]:
         found: list[tuple[str, Process]] = []
 
         def is_there() -> bool:
             assert self._run.launcher.returncode is None, f"the run ended after {len(self.kills)} kills"
-            processes = self._run.processes
             away = [name for name, watch in self._returns.items() if not watch.done()]
+            if len(away) > MOST_AWAY:
+                return False
+            processes = self._run.processes
             there = [name for name in strike.names if processes.get(name) not in (None, self._killed.get(name))]
-            if len(away) <= MOST_AWAY:
-                found.extend((name, processes[name]) for name in there if strike.is_early or name not in away)
+            found.extend((name, processes[name]) for name in there if strike.is_early or name not in away)
             return bool(found)
 
         await eventually(is_there, seconds=BACK_SECONDS)
@@ -353,7 +360,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [folder / "checkpoints" / f"global_step_{step}" for step in steps]
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def _ledger(folder: Path) -> AsyncIterator[Ledger]:
     """The ledger in a copy of the files of the run's private Redis."""
     experiment = load_resolved(folder / "experiment.yaml")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from nexrl.errors import NotFoundError
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.spec import Experiment
 from nexrl.v1 import validator_service_pb2 as validator_pb
@@ -120,11 +121,13 @@ class FakeWeightSync(WeightSyncServiceServicer):
 
 
 class FakeValidator(ValidatorServiceServicer):
-    """Measures a version at once; never ends when `is_stuck`; refuses when `refusal` is given. Keeps the calls."""
+    """Measures a version at once; never ends when `is_stuck`; refuses when `refusal` is given; forgets the first round
+    if it `forgets`. Keeps the calls."""
 
-    def __init__(self, *, is_stuck: bool = False, refusal: Exception | None = None) -> None:
+    def __init__(self, *, is_stuck: bool = False, refusal: Exception | None = None, forgets: bool = False) -> None:
         self.calls: list[str] = []
         self._is_stuck = is_stuck
+        self._forgets = forgets
         self._refusal = refusal
 
     async def StartValidation(
@@ -138,6 +141,8 @@ class FakeValidator(ValidatorServiceServicer):
     async def WaitValidation(
         self, request: validator_pb.WaitValidationRequest, context: Context
     ) -> validator_pb.WaitValidationResponse:
+        if self._forgets and len(self.calls) == 1:
+            raise NotFoundError("no such round")
         if self._is_stuck:
             await asyncio.sleep(request.wait_seconds)
             return validator_pb.WaitValidationResponse(complete=False)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nexrl.errors import DeadlineExceededError, NexrlError
+from nexrl.errors import DeadlineExceededError, NexrlError, NotFoundError
 from nexrl.rpc.client import call, is_passing, new_request_id
 from nexrl.v1 import validator_service_pb2 as validator_pb
 from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
@@ -92,10 +92,7 @@ class Validation:
 
     async def _measure(self, version: int) -> Mapping[str, float]:
         deadline = time.monotonic() + self.timeout_seconds
-        start = validator_pb.StartValidationRequest(
-            request_id=new_request_id(), model_tag=self.model_tag, policy_version=version
-        )
-        await call(self.validator.StartValidation, start, timeout_seconds=min(self.timeout_seconds, MAX_CALL_SECONDS))
+        await self._start(version)
         while (left_seconds := deadline - time.monotonic()) > 0:
             wait_seconds = min(WAIT_SECONDS, left_seconds)
             request = validator_pb.WaitValidationRequest(
@@ -103,6 +100,9 @@ class Validation:
             )
             try:
                 answer = await call(self.validator.WaitValidation, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+            except NotFoundError:
+                await self._start(version)  # the round was among the last writes of a Redis that has lost them
+                continue
             except NexrlError as error:
                 if not is_passing(error):
                     raise
@@ -110,6 +110,12 @@ class Validation:
             if answer.complete:
                 return answer.metrics
         raise DeadlineExceededError(f"it did not end within {self.timeout_seconds:g} s")
+
+    async def _start(self, version: int) -> None:
+        request = validator_pb.StartValidationRequest(
+            request_id=new_request_id(), model_tag=self.model_tag, policy_version=version
+        )
+        await call(self.validator.StartValidation, request, timeout_seconds=min(self.timeout_seconds, MAX_CALL_SECONDS))
 
     async def _end(self, version: int) -> None:
         """Grant training samples again, count the validation as made, let weight sync go on; in this order.

@@ -18,15 +18,21 @@ LISTS = {pb.PackedTrajectory.DESCRIPTOR.fields_by_name[name].number for name in 
 
 def are_good(trajectories: Sequence[pb.PackedTrajectory], vocabulary_size: int | None) -> bool:
     """True when these are well-formed, and every token id is below `vocabulary_size`."""
+    token_ids, lengths, logprobs = [], [], []
+    for trajectory in trajectories:
+        if not _is_in_one_piece(trajectory):
+            return False
+        loss_mask = trajectory.loss_mask[0]
+        if not _is_good(trajectory, loss_mask):
+            return False
+        token_ids.append(trajectory.token_ids[0])
+        lengths.append(len(loss_mask))
+        logprobs.append(trajectory.logprobs[0])
     if not trajectories:
         return True
-    if not all(map(_is_in_one_piece, trajectories)):
-        return False
-    lengths = [len(trajectory.loss_mask[0]) for trajectory in trajectories]
+    sizes = [4 * length for length in lengths]
     return (
-        all(map(_is_good, trajectories, lengths))
-        and _are_finite([trajectory.logprobs[0] for trajectory in trajectories])
-        and _are_tokens([trajectory.token_ids[0] for trajectory in trajectories], lengths, vocabulary_size)
+        list(map(len, logprobs)) == sizes and _are_finite(logprobs) and _are_tokens(token_ids, lengths, vocabulary_size)
     )
 
 
@@ -38,13 +44,11 @@ def _is_in_one_piece(trajectory: pb.PackedTrajectory) -> bool:
     return not any(unknown[i].field_number in LISTS for i in range(len(unknown)))
 
 
-def _is_good(trajectory: pb.PackedTrajectory, tokens: int) -> bool:
-    loss_mask = trajectory.loss_mask[0]
+def _is_good(trajectory: pb.PackedTrajectory, loss_mask: bytes) -> bool:
     trained = loss_mask.count(1)
     return (
         loss_mask.startswith(b"\0")
-        and trained + loss_mask.count(0) == tokens
-        and len(trajectory.logprobs[0]) == 4 * tokens
+        and trained + loss_mask.count(0) == len(loss_mask)
         and math.isfinite(trajectory.reward)
         and all(map(math.isfinite, trajectory.reward_components.values()))
         and _cover(trajectory.spans, loss_mask, trained)

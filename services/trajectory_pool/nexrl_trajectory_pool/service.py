@@ -26,6 +26,9 @@ MAX_FINDINGS = 1000
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
 
+OUTCOMES = {name.removeprefix("PUT_OUTCOME_"): value for name, value in pb.PutOutcome.items()}
+"""By the ledger's name of each."""
+
 WAITING = ("open", "leased", "grouping", "ready")
 """States of samples that are in no batch yet."""
 
@@ -135,7 +138,7 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
         pool = self._pools[request.model_tag]
         results = produced_samples(request.results, pool.spec.trajectory_pool.key_list, pool.vocabulary_size)
         outcomes = await pool.training.put_samples(request.request_id, results)
-        return pool_pb.PutSamplesResponse(outcomes=[pb.PutOutcome.Value(f"PUT_OUTCOME_{o}") for o in outcomes])
+        return pool_pb.PutSamplesResponse(outcomes=map(OUTCOMES.__getitem__, outcomes))
 
     async def LeaseBatch(  # type: ignore[override]  # the same bytes, see packed.proto
         self, request: pool_pb.LeaseBatchRequest, context: Context
@@ -144,8 +147,7 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
         batch, exhausted = await pool.lease_batch(
             request.request_id, request.batch_size, request.lease_seconds, request.wait_seconds, request.worker_id
         )
-        lease = None if batch is None else _batch_lease(pool.tag, batch)
-        return packed_pb.PackedLeaseBatchResponse(lease=lease, exhausted=exhausted)
+        return _lease_batch_response(pool.tag, batch, exhausted)
 
     async def ReturnBatch(self, request: pool_pb.ReturnBatchRequest, context: Context) -> pool_pb.ReturnBatchResponse:
         ledger = self._pools[request.model_tag].training
@@ -256,9 +258,7 @@ class ValidatorServicer(ValidatorServiceServicer):
     ) -> validator_pb.PutValidationSamplesResponse:
         ledger = self._pools[request.model_tag].validation
         outcomes = await ledger.put_samples(request.request_id, produced_samples(request.results, None))
-        return validator_pb.PutValidationSamplesResponse(
-            outcomes=[pb.PutOutcome.Value(f"PUT_OUTCOME_{o}") for o in outcomes]
-        )
+        return validator_pb.PutValidationSamplesResponse(outcomes=map(OUTCOMES.__getitem__, outcomes))
 
     async def WaitValidation(
         self, request: validator_pb.WaitValidationRequest, context: Context
@@ -378,8 +378,12 @@ def _task_lease(pool: Pool, lease: Lease, deadline: float) -> pb.TaskLease:
     )
 
 
-def _batch_lease(tag: str, batch: GrantedBatch) -> packed_pb.PackedBatchLease:
-    groups = [packed_pb.PackedGroup(group_id=name, samples=payloads) for name, payloads in batch.groups]
-    return packed_pb.PackedBatchLease(
-        batch_id=batch.batch, attempt=batch.attempt, model_tag=tag, groups=groups, data_cursor=batch.data_cursor
-    )
+def _lease_batch_response(tag: str, batch: GrantedBatch | None, exhausted: bool) -> packed_pb.PackedLeaseBatchResponse:
+    response = packed_pb.PackedLeaseBatchResponse(exhausted=exhausted)
+    if batch is not None:
+        lease = response.lease
+        lease.batch_id, lease.attempt, lease.model_tag = batch.batch, batch.attempt, tag
+        lease.data_cursor = batch.data_cursor
+        for name, payloads in batch.groups:  # filled in place: a message given to another is copied
+            lease.groups.add(group_id=name).samples.extend(payloads)
+    return response
