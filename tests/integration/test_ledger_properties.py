@@ -358,7 +358,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert not self.model.durable_steps <= steps <= self.model.trained_steps
                 continue
             break
-        assert answer == (self.model.incarnation + 1, self.model.trained_steps - steps)
+        assert answer[0] == self.model.incarnation + 1 or (self._lives and answer[0] > self.model.incarnation)
+        assert answer[1] == self.model.trained_steps - steps
         self._in_hand = None
         self._weights = list(self._checkpoints[steps])
         self._checkpoints = {n: made for n, made in self._checkpoints.items() if n <= steps}
