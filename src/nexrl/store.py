@@ -157,7 +157,8 @@ def _refusal(url: str, error: BaseException) -> NexrlError:
         return FailedPreconditionError(f"{where}; docs/how-to/redis.md has the rights that the user needs")
     if "Cluster mode is not enabled" in where:
         return InvalidArgumentError(f"{where}; a URL of a single server begins with redis:// or rediss://")
-    if "certificate" in where:
+    # A server that asks for a certificate may cut the connection before the alert that says so is read (TLS 1.3).
+    if "certificate" in where or (url.startswith("rediss") and "Connection reset" in where):
         return FailedPreconditionError(
             f"{where}; the authority's file is named by rediss://...?ssl_ca_certs=FILE, a certificate of ours by "
             "&ssl_certfile=FILE&ssl_keyfile=FILE"
