@@ -9,10 +9,10 @@ are complete at about the same time. The sides take turns, each on fresh process
 the end. Every Redis is private, on a Unix socket, with the append-only file that `nexrl run` keeps (everysec).
 
 ours    `nexrl serve trajectory-pool`, 1 or 4 processes, over TCP. Producers lease 64 samples, and put each group with
-        one call of the SDK, which sends those together that come at the same time. The consumer leases a batch, puts a
-        train batch that has its sample ids and no tensors, acknowledges the step, and every 10 steps commits a
-        checkpoint and moves the policy version. So everything counts: leases, the check of each token, groups, credit,
-        idempotency, history.
+        one call of the SDK, which sends those together that come at the same time. The consumer is like a trainer: one
+        part leases a batch and puts a train batch that has its sample ids and no tensors, the other acknowledges the
+        step, and every 10 steps commits a checkpoint and moves the policy version. So everything counts: leases, the
+        check of each token, groups, credit, idempotency, history.
 raw     redis-py with hiredis: SETs in a pipeline; the consumer GETs 64 in a pipeline and deletes them. Names go from
         producer to consumer beside Redis, and bound how far the one is ahead. No lease, no group, no check.
 ray     ledger_ray.py: an actor with dictionary and queue in memory. One call per trajectory, 8 at a time.

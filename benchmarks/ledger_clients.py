@@ -7,6 +7,7 @@ machine's monotonic clock.
 import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Semaphore
 from typing import TYPE_CHECKING
 
+import grpc
 import redis
 
 from nexrl.client import RolloutClient
@@ -40,6 +42,8 @@ PROMPT_TOKENS = 256
 FIRST_TOKEN, LAST_TOKEN = 128, 515
 """Two bytes each on the wire, as most ids of a large vocabulary."""
 CHECKPOINT_STEPS = 10
+PROCESSORS = 2
+"""Parts of the consumer that each have a batch in hand."""
 CALL_SECONDS = 60.0
 
 
@@ -111,59 +115,83 @@ async def _put(client: RolloutClient, lease: pb.TaskLease, results: Sequence[pb.
 
 
 def pool_consumer(target: str, batches: int, times: Connection) -> None:
-    """Lease batches, put a train batch for each, acknowledge its step, and commit a checkpoint now and then."""
+    """What a trainer's two parts do, at the same time: train batches are made of batches, and steps acknowledged."""
     keep_freed_memory()
     asyncio.run(_consume(target, batches, times))
 
 
 async def _consume(target: str, batches: int, times: Connection) -> None:
     async with connect(target) as channel:
-        pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
-        train: TrainBatchPoolServiceAsyncStub = TrainBatchPoolServiceStub(channel)
-        resume = train_pb.ResumeFromCheckpointRequest(request_id=new_request_id(), model_tag=TAG)
-        incarnation = (await call(train.ResumeFromCheckpoint, resume, timeout_seconds=CALL_SECONDS)).incarnation
-        for step in range(batches):
-            lease = await _lease_batch(pool)
+        trainer = _Trainer(channel)
+        await trainer.resume()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(PROCESSORS):
+                tasks.create_task(trainer.process(f"processor-{number}", batches))
+            tasks.create_task(trainer.train(batches, times))
+
+
+class _Trainer:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
+        self._train: TrainBatchPoolServiceAsyncStub = TrainBatchPoolServiceStub(channel)
+        self._incarnation = 0
+        self._leased = 0
+        self._queued: defaultdict[int, asyncio.Future[train_pb.PutTrainBatchRequest]] = defaultdict(asyncio.Future)
+
+    async def resume(self) -> None:
+        """Begin at step 0."""
+        request = train_pb.ResumeFromCheckpointRequest(request_id=new_request_id(), model_tag=TAG)
+        answer = await call(self._train.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
+        self._incarnation = answer.incarnation
+
+    async def process(self, worker: str, batches: int) -> None:
+        """Lease batches, and put a train batch for each, until all parts together have had `batches`."""
+        while self._leased < batches:
+            self._leased += 1
+            lease = await self._lease(worker)
             samples = [sample.sample_id for group in lease.groups for sample in group.samples]
             assert len(samples) == BATCH_SIZE
-            batch = train_pb.TrainBatch(batch_id=step, model_tag=TAG, sample_ids=samples)
+            batch = train_pb.TrainBatch(batch_id=lease.batch_id, model_tag=TAG, sample_ids=samples)
             put = train_pb.PutTrainBatchRequest(
                 request_id=new_request_id(), train_batch=batch, batch_attempt=lease.attempt
             )
-            await call(train.PutTrainBatch, put, timeout_seconds=CALL_SECONDS)
+            await call(self._train.PutTrainBatch, put, timeout_seconds=CALL_SECONDS)
+            self._queued[lease.batch_id].set_result(put)
+
+    async def train(self, batches: int, times: Connection) -> None:
+        """Acknowledge steps, and now and then commit a checkpoint and move the policy version."""
+        for step in range(batches):
+            put = await self._queued[step]
+            del self._queued[step]
             ack = train_pb.AckTrainBatchRequest(
                 request_id=new_request_id(),
                 model_tag=TAG,
                 step=step,
-                incarnation=incarnation,
-                sample_ids=samples,
+                incarnation=self._incarnation,
+                sample_ids=put.train_batch.sample_ids,
                 put_id=put.request_id,
             )
-            await call(train.AckTrainBatch, ack, timeout_seconds=CALL_SECONDS)
+            await call(self._train.AckTrainBatch, ack, timeout_seconds=CALL_SECONDS)
             times.send(time.perf_counter())
             if (step + 1) % CHECKPOINT_STEPS == 0:
-                await _commit(pool, train, step + 1, incarnation)
+                await self._commit(step + 1)
 
+    async def _lease(self, worker: str) -> pool_pb.BatchLease:
+        while True:
+            request = pool_pb.LeaseBatchRequest(
+                request_id=new_request_id(), model_tag=TAG, worker_id=worker, wait_seconds=20.0
+            )
+            answer = await call(self._pool.LeaseBatch, request, timeout_seconds=CALL_SECONDS)
+            if answer.HasField("lease"):
+                return answer.lease
 
-async def _lease_batch(pool: "TrajectoryPoolServiceAsyncStub") -> pool_pb.BatchLease:
-    while True:
-        request = pool_pb.LeaseBatchRequest(
-            request_id=new_request_id(), model_tag=TAG, worker_id="consumer", wait_seconds=20.0
+    async def _commit(self, steps: int) -> None:
+        version = pool_pb.SetPolicyVersionRequest(request_id=new_request_id(), model_tag=TAG, policy_version=steps)
+        await call(self._pool.SetPolicyVersion, version, timeout_seconds=CALL_SECONDS)
+        commit = train_pb.CommitCheckpointRequest(
+            request_id=new_request_id(), model_tag=TAG, steps=steps, incarnation=self._incarnation
         )
-        answer = await call(pool.LeaseBatch, request, timeout_seconds=CALL_SECONDS)
-        if answer.HasField("lease"):
-            return answer.lease
-
-
-async def _commit(
-    pool: "TrajectoryPoolServiceAsyncStub", train: "TrainBatchPoolServiceAsyncStub", steps: int, incarnation: int
-) -> None:
-    version = pool_pb.SetPolicyVersionRequest(request_id=new_request_id(), model_tag=TAG, policy_version=steps)
-    await call(pool.SetPolicyVersion, version, timeout_seconds=CALL_SECONDS)
-    commit = train_pb.CommitCheckpointRequest(
-        request_id=new_request_id(), model_tag=TAG, steps=steps, incarnation=incarnation
-    )
-    await call(train.CommitCheckpoint, commit, timeout_seconds=CALL_SECONDS)
+        await call(self._train.CommitCheckpoint, commit, timeout_seconds=CALL_SECONDS)
 
 
 # raw Redis
