@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from nexrl.store import connect_redis
-from nexrl.weights.packing import snapshot, tensor_specs
+from nexrl.weights.packing import allocate, snapshot, tensor_specs
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Receiver, Sender
 from tests.support.redis import running_redis
@@ -76,11 +76,11 @@ async def raw_broadcast_seconds(tensors: list[tuple[str, torch.Tensor]]) -> floa
     packed = snapshot(tensors, policy_version=0, bucket_bytes=BUCKET_BYTES)
     sender, receiver = Sender("127.0.0.1"), Receiver()
     ends = [Rendezvous(1, sender.host, sender.port, rank, 2, 60.0) for rank in (0, 1)]
-    groups, times = (sender.group(ends[0]), receiver.group(ends[1])), []
+    groups, times, buffers = (sender.group(ends[0]), receiver.group(ends[1])), [], allocate(packed.manifest)
     for _ in range(ROUNDS + 1):
         began = time.perf_counter()
         await asyncio.gather(
-            asyncio.to_thread(groups[0].send, packed.buffers), asyncio.to_thread(groups[1].receive, packed.manifest)
+            asyncio.to_thread(groups[0].send, packed.buffers), asyncio.to_thread(groups[1].receive, buffers)
         )
         times.append(time.perf_counter() - began)
     receiver.close_group()

@@ -6,12 +6,21 @@ character).
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from nexrl.tokenizers import SPECIAL_TOKENS, ModelSource, ScratchSource, characters, invalid_source, locate
+from nexrl.tokenizers import (
+    SPECIAL_TOKENS,
+    ModelSource,
+    ScratchSource,
+    build_tokenizer,
+    characters,
+    invalid_source,
+    locate,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,6 +43,15 @@ def build_model(source: ModelSource, seed: int) -> PreTrainedModel:
 def build_empty_model(source: ModelSource) -> PreTrainedModel:
     """The same model with random weights, to be filled by a weight sync; reads no weight file."""
     return _from_config(build_config(source), _dtype(source.dtype))
+
+
+def save_architecture(source: ModelSource, folder: Path) -> None:
+    """Write what an engine needs besides weights: configuration and tokenizer, as Hugging Face files."""
+    config = build_config(source)
+    if hasattr(config, "quantization_config"):  # of a GGUF: the weights that come are not quantized
+        del config.quantization_config
+    config.save_pretrained(folder)
+    build_tokenizer(source).save_pretrained(folder)
 
 
 def build_config(source: ModelSource) -> PreTrainedConfig:

@@ -22,12 +22,12 @@ from nexrl.tokenizers import build_tokenizer
 from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
-from nexrl.weights.packing import tensor_specs
+from nexrl.weights.packing import snapshot, tensor_specs
 from nexrl.weights.receiver import StagedWeights, WeightReceiver
 from nexrl_inference import server
 from nexrl_inference.engine import Engine
 from nexrl_inference.engine_thread import EngineThread
-from nexrl_inference.fixed_weights import build_with_weights
+from nexrl_inference.fixed_weights import fixed_weights
 from nexrl_inference.openai_api import OpenAIApi
 from nexrl_inference.replica import Replica
 from nexrl_inference.requests import GenerationRequest
@@ -46,7 +46,8 @@ class PreparedReceiver(WeightReceiver):
     """Holds weights as if a broadcast had brought them."""
 
     def stage(self, sync_id: str, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
-        self._staged = StagedWeights(sync_id, policy_version, f"digest-{policy_version}", tensors)
+        packed = snapshot(tensors.items(), policy_version=policy_version, bucket_bytes=2**20)
+        self._staged = StagedWeights(sync_id, packed.manifest, packed.buffers, f"digest-{policy_version}")
 
 
 @dataclass
@@ -164,7 +165,7 @@ async def test_a_replica_of_fixed_weights_serves_them_without_weight_sync(tmp_pa
 
 def test_weights_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no checkpoint\.json"):
-        build_with_weights(SPEC.model, str(tmp_path))
+        fixed_weights(SPEC.model, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.codec import manifest_from_wire, rendezvous_from_wire
 from nexrl.weights.manifest import Manifest, TensorSpec
 from nexrl.weights.receiver import WeightReceiver
+from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Group
 
 if TYPE_CHECKING:  # the generated class is abstract to type checkers only; a fake has the methods that are called
@@ -52,16 +53,20 @@ class Servicer(InferenceServiceServicer):
 
 def misbehave(behaviour: str) -> None:
     """Make the transport of this process do what `behaviour` says, in version 1."""
-    receive = Group.receive
+    receive, receive_version = Group.receive, WeightReceiver.receive
+    arriving: list[int] = []
 
-    def with_a_flipped_byte(group: Group, manifest: Manifest) -> list[torch.Tensor]:
-        buffers = receive(group, manifest)
-        if manifest.policy_version == 1:
+    async def noted(receiver: WeightReceiver, sync_id: str, rendezvous: Rendezvous, manifest: Manifest) -> str:
+        arriving[:] = [manifest.policy_version]
+        return await receive_version(receiver, sync_id, rendezvous, manifest)
+
+    def with_a_flipped_byte(group: Group, buffers: Sequence[torch.Tensor]) -> None:
+        receive(group, buffers)
+        if arriving == [1]:
             buffers[0][0] ^= 1
-        return buffers
 
-    def until_death(group: Group, manifest: Manifest) -> list[torch.Tensor]:
-        if manifest.policy_version == 1:
+    def until_death(group: Group, buffers: Sequence[torch.Tensor]) -> None:
+        if arriving == [1]:
             broadcast = group._broadcast
 
             def last_broadcast(buffer: torch.Tensor) -> None:
@@ -69,8 +74,9 @@ def misbehave(behaviour: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             group._broadcast = last_broadcast  # type: ignore[method-assign]
-        return receive(group, manifest)
+        receive(group, buffers)
 
+    WeightReceiver.receive = noted  # type: ignore[method-assign,assignment]
     Group.receive = {"flip": with_a_flipped_byte, "die": until_death}.get(behaviour, receive)  # type: ignore[method-assign,assignment]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from nexrl.local import bound
+from nexrl import bound
 from nexrl.local.launcher import controller_address
 from nexrl.rpc.client import call, connect, watch
 from nexrl.v1 import activity_service_pb2 as activity_pb

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nexrl.local.bound import PR_SET_PDEATHSIG
+from nexrl.bound import PR_SET_PDEATHSIG
 from nexrl_trainer import checkpoint, server
 from nexrl_trainer.step import Learner
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from nexrl.errors import NexrlError, UnavailableError
+from nexrl.weights.receiver import StagedWeights
 from nexrl_inference.engine import Engine
 from nexrl_inference.requests import GenerationRequest, GenerationResult
 
@@ -83,6 +84,10 @@ class EngineThread:
     async def load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """`Engine.load_weights`, between two steps. The tensors must not change until this returns."""
         await self._ask(lambda: self._engine.load_weights(state, version))
+
+    async def load(self, weights: StagedWeights) -> None:
+        """Serve what a weight sync has brought, from the next step on."""
+        await self.load_weights(weights.tensors(), weights.policy_version)
 
     async def wait_ended(self) -> None:
         """Return when the engine has been closed; raise UnavailableError when it has failed instead."""

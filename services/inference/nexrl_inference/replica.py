@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import suppress
+from typing import Protocol
 
 import grpc
 from prometheus_client import Counter, Gauge
@@ -16,7 +17,6 @@ from nexrl.weights.manifest import Manifest
 from nexrl.weights.metrics import POLICY_VERSION
 from nexrl.weights.receiver import StagedWeights, WeightReceiver
 from nexrl.weights.rendezvous import Rendezvous
-from nexrl_inference.engine_thread import EngineThread
 from nexrl_inference.requests import GenerationRequest, GenerationResult
 
 log = logging.getLogger(__name__)
@@ -28,10 +28,28 @@ RUNNING = Gauge("nexrl_inference_inflight_requests", "Completions being generate
 TOKENS = Counter("nexrl_inference_tokens_total", "Tokens generated.")
 
 
+class Engine(Protocol):
+    """What samples: the built-in engine in its thread, or vLLM."""
+
+    @property
+    def active_rows(self) -> int:
+        """Completions being generated."""
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests that wait for a place."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Sample completions; see `Replica.generate`."""
+
+    async def load(self, weights: StagedWeights) -> None:
+        """Serve `weights` from the next decode step on. After an error it serves nothing until a load succeeds."""
+
+
 class Replica:
     """Serves a version only after it was committed and while it holds it."""
 
-    def __init__(self, engine: EngineThread, receiver: WeightReceiver, identity: policy_pb2.Replica) -> None:
+    def __init__(self, engine: Engine, receiver: WeightReceiver, identity: policy_pb2.Replica) -> None:
         self._engine = engine
         self._receiver = receiver
         self._identity = identity
@@ -61,7 +79,12 @@ class Replica:
 
     async def serve(self, weights: StagedWeights) -> None:
         """Serve `weights` from the next decode step on."""
-        await self._engine.load_weights(weights.tensors, weights.policy_version)
+        try:
+            await self._engine.load(weights)
+        except NexrlError:
+            self._receiver.mark_lost()
+            self._changed.set()
+            raise
         self._receiver.mark_served(weights)
         POLICY_VERSION.labels("inference").set(weights.policy_version)
         self._first_commit.set()

@@ -6,21 +6,26 @@ import torch
 from aiohttp import web
 
 from nexrl.errors import FailedPreconditionError
-from nexrl.models import iter_weights
+from nexrl.models import build_empty_model, iter_weights
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.experiment import ModelSpec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from nexrl.weights.manifest import TensorSpec
 from nexrl.weights.packing import tensor_specs
-from nexrl.weights.receiver import StagedWeights, WeightReceiver
+from nexrl.weights.receiver import WeightReceiver
 from nexrl_inference.engine import Engine
 from nexrl_inference.engine_thread import EngineThread
-from nexrl_inference.fixed_weights import build_with_weights
+from nexrl_inference.fixed_weights import fixed_weights
 from nexrl_inference.openai_api import OpenAIApi
 from nexrl_inference.replica import Replica
 from nexrl_inference.scheduler import Limits
 from nexrl_inference.service import InferenceServicer
+from nexrl_inference.vllm_api import vllm_api
+from nexrl_inference.vllm_engine import VllmEngine
+from nexrl_inference.vllm_server import row_tokens, start_vllm
 
 
 def main() -> None:
@@ -33,36 +38,65 @@ async def start(process: ServiceProcess) -> None:
 
     With NEXRL_WEIGHTS: the model with these weights, which stay, and no weight sync.
     """
-    spec, weights = process.experiment.spec, process.settings.weights
+    spec = process.experiment.spec
     torch.set_num_threads(spec.inference.threads)
+    identity = policy_pb2.Replica(replica_id=process.settings.instance, address=process.address)
+    start_backend = _start_vllm if spec.inference.backend == "vllm" else _start_builtin
+    replica = await start_backend(process, identity)
+    process.add(add_InferenceServiceServicer_to_server, InferenceServicer(replica), "nexrl.v1.InferenceService")
+    if process.settings.weights:
+        await replica.serve(await asyncio.to_thread(fixed_weights, spec.model, process.settings.weights))
+    else:
+        process.spawn(replica.keep_registered(process.connect(process.settings.weight_sync), spec.model.tag))
+    process.spawn(_ready_when_committed(process, replica))
+
+
+async def _start_builtin(process: ServiceProcess, identity: policy_pb2.Replica) -> Replica:
+    spec = process.experiment.spec
     tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)
-    model, version = await asyncio.to_thread(build_with_weights, spec.model, weights)
-    receiver = WeightReceiver(tensor_specs(iter_weights(model)))
-    process.on_close(lambda: asyncio.to_thread(receiver.close))
+    model = await asyncio.to_thread(build_empty_model, spec.model)
     engine = EngineThread(
         Engine(model, eos_token_ids=[tokenizer.eos_token_id], limits=limits(spec), seed=spec.inference.seed)
     )
     await engine.__aenter__()
     process.on_close(engine.close)
     process.spawn(engine.wait_ended())
-    identity = policy_pb2.Replica(replica_id=process.settings.instance, address=process.address)
+    receiver = WeightReceiver(tensor_specs(iter_weights(model)))
+    process.on_close(lambda: asyncio.to_thread(receiver.close))
     replica = Replica(engine, receiver, identity)
     identity.http_url = await serve_http(process, OpenAIApi(replica, tokenizer, spec.model.tag).application())
-    process.add(add_InferenceServiceServicer_to_server, InferenceServicer(replica), "nexrl.v1.InferenceService")
-    if weights:
-        await replica.serve(StagedWeights(weights, version, "", dict(iter_weights(model))))
-    else:
-        process.spawn(replica.keep_registered(process.connect(process.settings.weight_sync), spec.model.tag))
-    process.spawn(_ready_when_committed(process, replica))
+    return replica
+
+
+async def _start_vllm(process: ServiceProcess, identity: policy_pb2.Replica) -> Replica:
+    spec = process.experiment.spec
+    server = await start_vllm(spec)
+    process.on_close(server.close)
+    process.spawn(server.wait_ended())
+    tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)
+    engine = VllmEngine(
+        server,
+        row_tokens=row_tokens(spec),
+        eos_token_ids=[tokenizer.eos_token_id],
+        in_flight=spec.weight_sync.in_flight,
+        seed=spec.inference.seed,
+    )
+    receiver = WeightReceiver(await asyncio.to_thread(_weight_specs, spec.model), VllmEngine.allocate)
+    process.on_close(lambda: asyncio.to_thread(receiver.close))
+    replica = Replica(engine, receiver, identity)
+    identity.http_url = await serve_http(process, vllm_api(replica, server))
+    await server.wait_until_it_answers()
+    return replica
+
+
+def _weight_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
+    with torch.device("meta"):  # takes no memory for weights
+        return tensor_specs(iter_weights(build_empty_model(model)))
 
 
 def limits(spec: ExperimentSpec) -> Limits:
     """The engine's limits, as the experiment sets them."""
-    positions = spec.model.scratch.max_positions if spec.model.scratch else spec.inference.max_tokens_per_row
-    return Limits(
-        max_rows=spec.inference.max_rows,
-        max_tokens_per_row=min(spec.inference.max_tokens_per_row, positions),
-    )
+    return Limits(max_rows=spec.inference.max_rows, max_tokens_per_row=row_tokens(spec))
 
 
 async def serve_http(process: ServiceProcess, application: web.Application) -> str:

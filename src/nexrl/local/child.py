@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nexrl.local import bound
+from nexrl import bound
 
 TAIL_BYTES = 4096
 TAIL_LINES = 5

@@ -8,7 +8,7 @@ A rule between fields is a validator of the later field: it reports at that fiel
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import (
@@ -461,6 +461,12 @@ class WeightSyncSpec(Section):
     bucket_bytes: int = Field(
         default=64 * 2**20, ge=1024, le=2**30, description="Size (bytes) of the packed buckets that are broadcast."
     )
+    in_flight: Literal["keep", "wait", "abort"] = Field(
+        default="keep",
+        description="What a new version means for completions being generated. keep: they go on with it, their keys "
+        "and values computed again; wait: they end first; abort: they are cut off and continued from where they were, "
+        "as prompts. The built-in engine keeps.",
+    )
 
     @field_validator("staleness_threshold")
     @classmethod
@@ -471,12 +477,34 @@ class WeightSyncSpec(Section):
         return staleness_threshold
 
 
+VLLM_ARGUMENTS_OF_OURS = frozenset(
+    f"--{name}"
+    for name in (
+        "api-key",
+        "config",
+        "data-parallel-size",
+        "dtype",
+        "host",
+        "load-format",
+        "logprobs-mode",
+        "max-model-len",
+        "max-num-seqs",
+        "model",
+        "port",
+        "served-model-name",
+        "tensor-parallel-size",
+        "uds",
+        "weight-transfer-config",
+    )
+)
+
+
 class InferenceSpec(Section):
     """The engines that sample from the policy."""
 
     backend: Literal["builtin", "vllm"] = Field(
         default="builtin",
-        description="builtin: the PyTorch engine of this project; vllm: `vllm serve`, not supported yet.",
+        description="builtin: the PyTorch engine of this project; vllm: a vLLM server in each replica.",
     )
     url: str | None = Field(
         default=None,
@@ -496,8 +524,30 @@ class InferenceSpec(Section):
         default=2048, ge=2, le=1_048_576, description="Longest sequence (tokens), prompt and completion together."
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of PyTorch.")
+    tensor_parallel: int = Field(default=1, ge=1, le=64, description="GPUs that share each layer; vllm only.")
+    data_parallel: int = Field(default=1, ge=1, le=64, description="Engines behind one replica; vllm only.")
+    vllm_args: tuple[str, ...] = Field(
+        default=(),
+        max_length=64,
+        description="More arguments of the vLLM server, as `[--gpu-memory-utilization, '0.8']`; vllm only.",
+    )
     max_retries: int = Field(default=3, ge=0, le=100, description="Times a failed request is sent again.")
     seed: Seed = Field(default=0, description="Seed of sampling.")
+
+    @field_validator("tensor_parallel", "data_parallel", "vllm_args")
+    @classmethod
+    def _has_effect(cls, value: Any, info: ValidationInfo) -> Any:
+        if value not in (1, ()) and info.data.get("backend", "vllm") != "vllm":
+            raise _refuse(f"only backend vllm has it; backend {info.data['backend']} is one process")
+        return value
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _leaves_ours(cls, vllm_args: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in vllm_args:
+            if argument.partition("=")[0].replace("_", "-") in VLLM_ARGUMENTS_OF_OURS:
+                raise _refuse(f"{argument}: the replica decides that; other fields of inference and model set it")
+        return vllm_args
 
     @field_validator("url")
     @classmethod

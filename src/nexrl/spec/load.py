@@ -301,8 +301,14 @@ def _missing_model(model: ModelSpec) -> list[Violation]:
 
 def _missing_inference(inference: InferenceSpec) -> list[Violation]:
     violations = []
-    if inference.backend == "vllm":
-        violations.append(Violation("spec.inference.backend", '"vllm" is not supported yet; allowed: builtin'))
+    if inference.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        described = '"vllm" is not installed here (`make setup-vllm` installs it); allowed: builtin'
+        violations.append(Violation("spec.inference.backend", described))
+    if inference.url is not None:
+        described = (
+            f"{inference.url}: weights cannot be synced into an engine that the run has not started; leave it out"
+        )
+        violations.append(Violation("spec.inference.url", described))
     if inference.api_key_env is not None and inference.api_key_env not in os.environ:
         described = f"the environment has no variable {inference.api_key_env}"
         violations.append(Violation("spec.inference.apiKeyEnv", described))

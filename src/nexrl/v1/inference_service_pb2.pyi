@@ -186,7 +186,7 @@ class ReceiveWeightsResponse(google.protobuf.message.Message):
 
     DIGEST_FIELD_NUMBER: builtins.int
     digest: builtins.str
-    """SHA-256 of what the replica received, as in WeightManifest.digest."""
+    """BLAKE3 of what the replica received, as in WeightManifest.digest."""
     def __init__(
         self,
         *,

@@ -62,7 +62,7 @@ class WeightManifest(google.protobuf.message.Message):
     bucket_bytes: builtins.int
     """Size of one broadcast bucket, in bytes; a tensor larger than it has a bucket of its own."""
     digest: builtins.str
-    """SHA-256, in hexadecimal, over the tensors' bytes in this order."""
+    """BLAKE3, in hexadecimal, over the tensors' bytes in this order."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """All tensors, in broadcast order."""

@@ -1,10 +1,11 @@
 """What one policy version consists of, and how its tensors are packed into buckets: the same rule on both sides."""
 
-import hashlib
 import math
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from blake3 import blake3
 
 from nexrl.errors import InvalidArgumentError, Violation
 
@@ -94,8 +95,8 @@ def buckets(manifest: Manifest) -> Iterator[Bucket]:
 
 
 def digest_of(chunks: Iterable[memoryview]) -> str:
-    """SHA-256, in hexadecimal, over the raw bytes of the tensors, one after the other, without padding."""
-    digest = hashlib.sha256()
+    """BLAKE3, in hexadecimal, over the raw bytes of the tensors, one after the other, without padding."""
+    digest = blake3()
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
@@ -132,7 +133,7 @@ def _violations(manifest: Manifest) -> Iterator[Violation]:
     if manifest.bucket_bytes <= 0:
         yield Violation("bucket_bytes", f"{manifest.bucket_bytes}: must be above 0")
     if len(manifest.digest) != 64 or not set(manifest.digest) <= set(string.hexdigits.lower()):
-        yield Violation("digest", f"{manifest.digest[:80]!r}: must be a SHA-256 in lower-case hexadecimal")
+        yield Violation("digest", f"{manifest.digest[:80]!r}: must be a BLAKE3 in lower-case hexadecimal")
     if not manifest.tensors:
         yield Violation("tensors", "must not be empty")
     names: set[str] = set()

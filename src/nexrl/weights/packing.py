@@ -1,7 +1,7 @@
 """Tensors <-> packed buckets of bytes."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,10 +27,15 @@ def snapshot(named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int
     Raises InvalidArgumentError for a data type that cannot be sent or a name that appears twice.
     """
     named_tensors = list(named_tensors)
-    layout = Manifest(policy_version, tensor_specs(named_tensors), bucket_bytes, _NO_DIGEST)
+    layout = layout_of(named_tensors, policy_version=policy_version, bucket_bytes=bucket_bytes)
     tensors = dict(named_tensors)
-    buffers = tuple(_packed(bucket, tensors) for bucket in buckets(layout))
-    return Snapshot(Manifest(policy_version, layout.tensors, bucket_bytes, digest(layout, buffers)), buffers)
+    buffers = tuple(pack(bucket, tensors.__getitem__) for bucket in buckets(layout))
+    return Snapshot(replace(layout, digest=digest(layout, buffers)), buffers)
+
+
+def layout_of(named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, bucket_bytes: int) -> Manifest:
+    """The manifest of tensors whose digest is not known yet: zeros stand for it."""
+    return Manifest(policy_version, tensor_specs(named_tensors), bucket_bytes, _NO_DIGEST)
 
 
 def tensor_specs(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpec, ...]:
@@ -44,32 +49,36 @@ def tensor_specs(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpe
     return tuple(specs)
 
 
+def allocate(manifest: Manifest) -> list[Tensor]:
+    """Memory for the packed buckets of `manifest`: uint8, shape [nbytes] each."""
+    return [torch.empty(bucket.nbytes, dtype=torch.uint8) for bucket in buckets(manifest)]
+
+
+def pack(bucket: Bucket, tensor: Callable[[str], Tensor]) -> Tensor:
+    """The packed bucket, on the CPU. `tensor` is asked for each name once, and none of its answers is kept."""
+    buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)  # zeros: padding must not carry this process's old memory
+    for placement in bucket.placements:
+        _view(buffer, placement.tensor, placement.offset).copy_(tensor(placement.tensor.name).detach())
+    return buffer
+
+
 def unpack(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
     """The tensors of packed buckets, as views of `buffers`."""
-    return {
-        placement.tensor.name: _view(buffer, placement.tensor, placement.offset)
-        for bucket, buffer in zip(buckets(manifest), buffers, strict=True)
-        for placement in bucket.placements
-    }
+    return {name: tensor for name, _, tensor in named_chunks(manifest, buffers)}
 
 
 def digest(manifest: Manifest, buffers: Sequence[Tensor]) -> str:
     """Digest of the tensors in packed buckets: `digest_of` their bytes, padding left out."""
-    return digest_of(_chunks(manifest, buffers))
+    return digest_of(chunk for _, chunk, _ in named_chunks(manifest, buffers))
 
 
-def _chunks(manifest: Manifest, buffers: Sequence[Tensor]) -> Iterator[memoryview]:
+def named_chunks(manifest: Manifest, buffers: Sequence[Tensor]) -> Iterator[tuple[str, memoryview, Tensor]]:
+    """Name, bytes and view of each tensor in packed buckets, in the manifest's order."""
     for bucket, buffer in zip(buckets(manifest), buffers, strict=True):
         content = memoryview(cast(Any, buffer.numpy()))  # numpy's arrays are buffers, its type stubs do not say so
         for placement in bucket.placements:
-            yield content[placement.offset : placement.end]
-
-
-def _packed(bucket: Bucket, tensors: Mapping[str, Tensor]) -> Tensor:
-    buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)  # zeros: padding must not carry this process's old memory
-    for placement in bucket.placements:
-        _view(buffer, placement.tensor, placement.offset).copy_(tensors[placement.tensor.name].detach())
-    return buffer
+            tensor = placement.tensor
+            yield tensor.name, content[placement.offset : placement.end], _view(buffer, tensor, placement.offset)
 
 
 def _view(buffer: Tensor, tensor: TensorSpec, offset: int) -> Tensor:

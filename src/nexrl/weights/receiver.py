@@ -1,14 +1,14 @@
 """A replica's side of weight sync: receives a version beside the one it serves, and hands it over at the commit."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 from nexrl.weights.manifest import Manifest, TensorSpec, refuse_misfit
-from nexrl.weights.packing import digest, unpack
+from nexrl.weights.packing import allocate, digest, unpack
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Receiver
 
@@ -17,20 +17,32 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """A received version. `digest` is that of the bytes that arrived."""
+    """A received version: the tensors are packed in `buffers`. `digest` is that of the bytes that arrived."""
 
     sync_id: str
-    policy_version: int
+    manifest: Manifest
+    buffers: Sequence[Tensor]
     digest: str
-    tensors: Mapping[str, Tensor]
+
+    @property
+    def policy_version(self) -> int:
+        """The version that this is."""
+        return self.manifest.policy_version
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name, views of the buffers."""
+        return unpack(self.manifest, self.buffers)
 
 
 class WeightReceiver:
     """Receives and stages weights of one model. It holds at most one staged version, that of the newest sync."""
 
-    def __init__(self, expected: Sequence[TensorSpec]) -> None:
-        """`expected`: the tensors of the model, in any order (`packing.tensor_specs`)."""
+    def __init__(
+        self, expected: Sequence[TensorSpec], allocate: Callable[[Manifest], Sequence[Tensor]] = allocate
+    ) -> None:
+        """`expected`: the model's tensors, in any order (`packing.tensor_specs`). `allocate`: memory for buckets."""
         self._expected = tuple(expected)
+        self._allocate = allocate
         self._receiver = Receiver()
         self._newest_sync_id = ""
         self._staged: StagedWeights | None = None
@@ -53,13 +65,14 @@ class WeightReceiver:
             raise
         group = self._receiver.group(rendezvous)
         try:
-            buffers = await asyncio.to_thread(group.receive, manifest)
+            buffers = self._allocate(manifest)
+            await asyncio.to_thread(group.receive, buffers)
             arrived = await asyncio.to_thread(digest, manifest, buffers)
         except asyncio.CancelledError:
             group.abort()
             raise
         if self._newest_sync_id == sync_id:
-            self._staged = StagedWeights(sync_id, manifest.policy_version, arrived, unpack(manifest, buffers))
+            self._staged = StagedWeights(sync_id, manifest, buffers, arrived)
         return arrived
 
     async def take(self, sync_id: str) -> StagedWeights | None:
@@ -79,6 +92,10 @@ class WeightReceiver:
         self._served_sync_id = staged.sync_id
         if self._staged is staged:
             self._staged = None
+
+    def mark_lost(self) -> None:
+        """Note that the engine serves no complete version."""
+        self.policy_version, self.digest, self._served_sync_id, self._staged = NO_VERSION, "", "", None
 
     def close(self) -> None:
         """Leave the broadcast group."""

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from nexrl.errors import FailedPreconditionError, UnavailableError
-from nexrl.weights.manifest import Manifest, buckets
 from nexrl.weights.rendezvous import TRAINER_RANK, Rendezvous
 
 log = logging.getLogger(__name__)
@@ -119,15 +117,12 @@ class Group:
             for buffer in buffers:
                 self._broadcast(buffer)
 
-    def receive(self, manifest: Manifest) -> list[Tensor]:
-        """The buckets of `manifest` from the trainer, each a fresh uint8 tensor of shape [nbytes]."""
+    def receive(self, buffers: Sequence[Tensor]) -> None:
+        """Fill the buckets, each uint8 of shape [nbytes], with what the trainer sends."""
         with self._closed_on_failure():
             self._join()
-            buffers = []
-            for bucket in buckets(manifest):
-                buffers.append(torch.empty(bucket.nbytes, dtype=torch.uint8))
-                self._broadcast(buffers[-1])
-            return buffers
+            for buffer in buffers:
+                self._broadcast(buffer)
 
     def abort(self) -> None:
         """Close the group. A call that blocks in it ends; by the trainer, also those of members that wait to join."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from nexrl import bound
 from nexrl.errors import AlreadyExistsError
-from nexrl.local import bound
 from nexrl.local.child import Child, Command
 from nexrl.local.components import free_ports
 from nexrl.local.report import samples_per_second, summarize, write_report

@@ -1,9 +1,9 @@
 """Manifest, buckets and digest."""
 
-import hashlib
 from itertools import pairwise
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,8 +62,8 @@ def test_a_rendezvous_survives_the_wire() -> None:
     assert rendezvous_from_wire(rendezvous_to_wire(rendezvous)) == rendezvous
 
 
-def test_the_digest_is_the_sha256_of_all_bytes() -> None:
-    assert digest_of([memoryview(b"ab"), memoryview(b""), memoryview(b"c")]) == hashlib.sha256(b"abc").hexdigest()
+def test_the_digest_is_the_blake3_of_all_bytes() -> None:
+    assert digest_of([memoryview(b"ab"), memoryview(b""), memoryview(b"c")]) == blake3(b"abc").hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ async def test_a_version_is_served_only_after_it_was_taken_and_loaded() -> None:
     assert (receiver.policy_version, receiver.digest) == (NO_VERSION, "")
     staged = await receiver.take("s")
     assert staged is not None
-    assert torch.equal(staged.tensors["a"], TENSORS[0][1] + 4)
+    assert torch.equal(staged.tensors()["a"], TENSORS[0][1] + 4)
     assert receiver.policy_version == NO_VERSION
     receiver.mark_served(staged)
     assert (receiver.policy_version, receiver.digest) == (4, weights.manifest.digest)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nexrl.errors import FailedPreconditionError, UnavailableError
-from nexrl.weights.packing import Snapshot, digest, snapshot
+from nexrl.weights.packing import Snapshot, allocate, digest, snapshot
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Receiver, Sender
 
@@ -46,7 +46,13 @@ def sending(sender: Sender, weights: Snapshot, **changes: int) -> "Future[None]"
 def receiving(
     receiver: Receiver, sender: Sender, rank: int, weights: Snapshot, **changes: int
 ) -> "Future[list[Tensor]]":
-    return in_thread(partial(receiver.group(rendezvous(sender, rank, **changes)).receive, weights.manifest))
+    group, buffers = receiver.group(rendezvous(sender, rank, **changes)), allocate(weights.manifest)
+
+    def receive() -> list[Tensor]:
+        group.receive(buffers)
+        return buffers
+
+    return in_thread(receive)
 
 
 def test_every_receiver_gets_the_bytes_that_were_sent_in_every_sync_of_an_epoch() -> None:
@@ -133,7 +139,7 @@ def test_a_trainer_that_is_gone_is_noticed_at_once() -> None:
         port = free.getsockname()[1]
     gone = Rendezvous(1, "127.0.0.1", port, 1, 2, PATIENCE_SECONDS)
     with pytest.raises(UnavailableError, match="no trainer"):
-        Receiver().group(gone).receive(packed().manifest)
+        Receiver().group(gone).receive(allocate(packed().manifest))
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -1,0 +1,170 @@
+"""vLLM as the engine of a replica: token ids in, token ids with log-probabilities and versions out."""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError, UnavailableError
+from nexrl.weights.manifest import Manifest
+from nexrl.weights.receiver import StagedWeights
+from nexrl.weights.shared import SharedBuffers, manifest_to_json
+from nexrl_inference.requests import Completion, FinishReason, GenerationRequest, GenerationResult
+from nexrl_inference.vllm_server import VllmServer
+
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class VllmEngine:
+    """Samples with a vLLM server, which serves nothing before a version is loaded, nor after one half loaded."""
+
+    def __init__(
+        self, server: VllmServer, *, row_tokens: int, eos_token_ids: Sequence[int], in_flight: str, seed: int
+    ) -> None:
+        """`row_tokens`: of prompt and completion. `in_flight`: spec.weightSync.inFlight."""
+        self._server = server
+        self._row_tokens = row_tokens
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._in_flight = in_flight
+        self._seeds = random.Random(seed)
+        self._loading = asyncio.Lock()
+        self._version = -1
+        self._is_whole = False
+        self._calls: set[asyncio.Task[Completion]] = set()
+
+    @property
+    def active_rows(self) -> int:
+        """Completions being generated, or waiting for a place in vLLM."""
+        return len(self._calls)
+
+    @property
+    def waiting_requests(self) -> int:
+        """0: vLLM's queue is its own."""
+        return 0
+
+    @staticmethod
+    def allocate(manifest: Manifest) -> Sequence[Tensor]:
+        """Memory for a version that vLLM's workers can map."""
+        return SharedBuffers(manifest)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Sample completions; a cancelled call ends in vLLM, too.
+
+        Raises InvalidArgumentError for a request that does not fit, FailedPreconditionError before a first version is
+        served, UnavailableError when vLLM is gone or its weights are not whole.
+        """
+        room = self._row_tokens - len(request.prompt_ids)
+        if room < 1:
+            raise InvalidArgumentError(
+                f"the prompt has {len(request.prompt_ids)} tokens; with one generated token it must fit "
+                f"max_tokens_per_row = {self._row_tokens}"
+            )
+        if self._version < 0:
+            raise FailedPreconditionError("no policy version is served here yet")
+        self._require_whole()
+        request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
+        seeds = request.seeds or tuple(self._seeds.getrandbits(62) for _ in range(request.n))
+        calls = [asyncio.create_task(self._complete(request, seed)) for seed in seeds]
+        self._calls.update(calls)
+        try:
+            completions = await asyncio.gather(*calls)
+        except asyncio.CancelledError:
+            self._require_whole()  # it was cut off here, not by who asked
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+            self._calls.difference_update(calls)
+        return GenerationResult(request.request_id, request.prompt_ids, tuple(completions))
+
+    async def load(self, weights: StagedWeights) -> None:
+        """Serve `weights`. What is in flight goes on with them (keep, abort) or ends before (wait).
+
+        After an error whatever is in flight gets UnavailableError, and so does who asks, until a load succeeds.
+        """
+        assert isinstance(weights.buffers, SharedBuffers)
+        async with self._loading:
+            try:
+                await self._load(weights.manifest, weights.buffers.path)
+            except BaseException:
+                self._is_whole = False
+                for call in self._calls:
+                    call.cancel()
+                raise
+            self._version, self._is_whole = weights.policy_version, True
+
+    async def _load(self, manifest: Manifest, path: str) -> None:
+        post = self._server.post
+        # The caches are cleared: what is in flight is computed again, so that its log-probabilities are the new ones'.
+        await post(f"/pause?mode={self._in_flight}&clear_cache=true")
+        try:
+            await post("/start_weight_update")
+        except NexrlError:  # another one has begun and not ended
+            await post("/finish_weight_update")
+            await post("/start_weight_update")
+        await post("/update_weights", {"update_info": {"path": path, "manifest": manifest_to_json(manifest)}})
+        await post("/finish_weight_update", {"weight_version": str(manifest.policy_version)})
+        await post("/resume")
+
+    async def _complete(self, request: GenerationRequest, seed: int) -> Completion:
+        """One completion, in as many parts as weight syncs that abort what is in flight make of it."""
+        done = Completion((), (), (), "abort", None if request.drawn_tokens else seed)
+        while done.finish_reason == "abort":
+            part = await self._draw(request, seed, done)
+            done = Completion(
+                done.token_ids + part.token_ids,
+                done.logprobs + part.logprobs,
+                done.policy_versions + part.policy_versions,
+                part.finish_reason,
+                done.seed if not done.token_ids else None,  # in parts, its seed alone does not draw it again
+            )
+        return done
+
+    async def _draw(self, request: GenerationRequest, seed: int, done: Completion) -> Completion:
+        left = request.max_new_tokens - len(done.token_ids)
+        if left == 0:  # aborted at its last token
+            return replace(done, token_ids=(), logprobs=(), policy_versions=(), finish_reason="length")
+        drawn = request.drawn_tokens + len(done.token_ids)
+        body = {
+            "token_ids": [*request.prompt_ids, *done.token_ids],
+            "sampling_params": {
+                "max_tokens": left,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "seed": _seed_after(seed, drawn),
+                "stop_token_ids": [*self._eos_token_ids, *request.stop_token_ids],
+                "logprobs": 0,
+            },
+        }
+        choice = (await self._server.post("/inference/v1/generate", body))["choices"][0]
+        tokens = tuple(choice["token_ids"] or ())
+        content = choice["logprobs"]["content"] if choice["logprobs"] else []
+        return Completion(
+            tokens,
+            tuple(token["logprob"] for token in content),
+            _versions(choice["weight_versions"] or [], len(tokens)),
+            FINISH_REASONS.get(choice["finish_reason"], "abort"),
+        )
+
+    def _require_whole(self) -> None:
+        if not self._is_whole:
+            raise UnavailableError("the replica's weights are not whole: a weight sync failed half-way; ask another")
+
+
+def _versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[int, ...]:
+    versions = tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
+    if len(versions) != tokens:
+        raise UnavailableError(f"vLLM names the versions of {len(versions)} of {tokens} tokens")
+    return versions
+
+
+def _seed_after(seed: int, drawn_tokens: int) -> int:
+    """vLLM cannot go on in the middle of a seed's random numbers: what follows has a seed of its own."""
+    if not drawn_tokens:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {drawn_tokens}".encode(), digest_size=8).digest()) >> 2

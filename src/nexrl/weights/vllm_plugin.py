@@ -1,0 +1,96 @@
+"""vLLM's side of a weight sync: a backend of its weight-transfer interface. Runs in vLLM's workers.
+
+The replica's own process receives a version beside the one being served (`receiver`), in memory that the workers map.
+Here it becomes what vLLM serves. So no worker waits for a network, and a sender that dies leaves vLLM untouched.
+
+vLLM finds `register` by the entry point of this package in the group `vllm.general_plugins`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blake3 import blake3
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from nexrl.weights.manifest import Manifest
+from nexrl.weights.packing import named_chunks
+from nexrl.weights.shared import PLUGIN, manifest_from_json, open_shared
+
+
+def register() -> None:
+    """Make the backend known to vLLM, as `--weight-transfer-config '{"backend": "nexrl"}'`. Once more is once."""
+    if PLUGIN not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(PLUGIN, StagedWeightsEngine)
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """There is nothing to set up."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """A version that has been received: the file that holds its packed buckets, and its manifest (JSON)."""
+
+    path: str
+    manifest: str
+
+
+class StagedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads a version into this worker's part of the model, whole or not at all."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """There is nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Make room for the new weights, layer by layer."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load every tensor of the version. Raises RuntimeError when a byte or a parameter is missing or another one.
+
+        The model is then complete in form, though not in value: vLLM survives it, and can be given a version again.
+        """
+        try:
+            self._load(update_info.path, manifest_from_json(update_info.manifest))
+        except BaseException:
+            self.finish_weight_update()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in the form that the kernels want."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        # On a CPU the head is packed when it is loaded, and a tied one is not loaded: it would stay as it was.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """There is nothing to release."""
+
+    def _load(self, path: str, manifest: Manifest) -> None:
+        digest = blake3()
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, chunk, tensor in named_chunks(manifest, open_shared(path, manifest)):
+                digest.update(chunk)
+                yield name, tensor
+
+        wanted = set(dict(self.model.named_parameters()))
+        loaded = self.model.load_weights(tensors())
+        if digest.hexdigest() != manifest.digest:
+            raise RuntimeError(f"version {manifest.policy_version}: other bytes were loaded than were sent")
+        if loaded is not None and (missing := sorted(wanted - set(loaded) - self._tied())):
+            raise RuntimeError(f"version {manifest.policy_version}: nothing was sent for {', '.join(missing[:8])}")
+
+    def _tied(self) -> set[str]:
+        """Parameters that are others under a second name."""
+        is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        return {name for name, _ in self.model.named_parameters() if name.startswith("lm_head.")} if is_tied else set()

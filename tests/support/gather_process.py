@@ -1,0 +1,157 @@
+"""One of two trainer ranks that gather what FSDP2 has sharded over them, as a process that does what it is sent."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nexrl.models import iter_weights
+from nexrl.weights.gather import gathered_buckets
+from nexrl.weights.packing import layout_of
+
+RANKS = 2
+PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class LlamaCase:
+    """A tiny Llama."""
+
+    heads: int
+    layers: int
+    vocabulary: int
+    is_tied: bool
+    data_type: str = "float32"
+
+    def module(self) -> LlamaForCausalLM:
+        """The same weights in every process."""
+        torch.manual_seed(self.heads + self.layers)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=4 * self.heads,
+            intermediate_size=10 * self.heads + 1,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            max_position_embeddings=16,
+            tie_word_embeddings=self.is_tied,
+        )
+        return LlamaForCausalLM(config).to(getattr(torch, self.data_type))
+
+    def whole(self) -> dict[str, Tensor]:
+        """Its weights."""
+        return dict(iter_weights(self.module()))
+
+    def sharded(self) -> dict[str, Tensor]:
+        """Its weights, each layer sharded for itself and the rest together, as a trainer does it."""
+        module = self.module()
+        for layer in module.model.layers:
+            fully_shard(layer)
+        fully_shard(module)
+        return dict(iter_weights(module))
+
+
+@dataclass(frozen=True)
+class TensorsCase:
+    """Tensors of any shape, of which those in `plain` are not sharded."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    plain: frozenset[int]
+
+    def whole(self) -> dict[str, Tensor]:
+        """The tensors."""
+        generator = torch.Generator().manual_seed(len(self.shapes))
+        return {f"t{index}": torch.randn(shape, generator=generator) for index, shape in enumerate(self.shapes)}
+
+    def sharded(self) -> dict[str, Tensor]:
+        """The tensors, as FSDP2 shards them."""
+        tensors = self.whole()
+        module = nn.ParameterDict({name: t for name, t in tensors.items() if int(name[1:]) not in self.plain})
+        if module:
+            fully_shard(module)
+        return tensors | {name: parameter.detach() for name, parameter in module.items()}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What one rank had: its buckets, the shards' sizes in bytes, and the most bytes of new tensors alive at once."""
+
+    buffers: list[bytes | None]
+    shard_bytes: Mapping[str, int]
+    peak_bytes: int
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made within it, until they are freed; `peak` is the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        known = {_address(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        returned = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, Tensor) and _address(tensor) not in known | self._seen | {0}:
+                self._add(tensor)
+        return returned
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, address = tensor.untyped_storage(), _address(tensor)
+        self._seen.add(address)
+        self._live += storage.nbytes()
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._free, address, storage.nbytes())
+
+    def _free(self, address: int, nbytes: int) -> None:
+        self._seen.remove(address)
+        self._live -= nbytes
+
+
+def _address(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+def gather(case: LlamaCase | TensorsCase, bucket_bytes: int) -> Gathered:
+    """Gather the case's tensors; what rank 0 gets is copied, as if it were sent."""
+    tensors = case.sharded()
+    layout = layout_of(tensors.items(), policy_version=0, bucket_bytes=bucket_bytes)
+    sent: list[bytes | None] = []
+    with LiveBytes() as live:
+        for buffer in gathered_buckets(layout, tensors, is_sender=dist.get_rank() == 0):
+            sent.append(None if buffer is None else buffer.numpy().tobytes())
+            del buffer
+    shard_bytes = {name: t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for name, t in tensors.items()}
+    return Gathered(sent, shard_bytes, live.peak)
+
+
+def main(rank: int, rendezvous_file: str, connection: Connection) -> None:
+    """Entry point: answers each (case, bucket_bytes) until the other end is closed."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous_file}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=PATIENCE_SECONDS),
+    )
+    try:
+        while True:
+            connection.send(gather(*connection.recv()))
+    except EOFError:
+        dist.destroy_process_group()
