@@ -2,7 +2,8 @@
 
     python examples/custom_rollout_worker.py POOL_HOST:PORT WEIGHT_SYNC_HOST:PORT ALPHABET
 
-ALPHABET is that of the experiment's scratch model. The reward here is the share of characters that are right.
+`nexrl status runs/NAME` tells both addresses, as does runs/NAME/endpoints.json while the run is on. ALPHABET is that of
+the experiment's scratch model. The reward here is the share of characters that are right.
 """
 
 import asyncio
@@ -10,21 +11,37 @@ import json
 import sys
 
 from nexrl.client import open_rollout_client
+from nexrl.errors import DeadlineExceededError, UnavailableError
 from nexrl.policy import Sampling
 from nexrl.transcript import Transcript
 from nexrl.v1.trajectory_pb2 import VERDICT_OK, SampleResult
 
 BOS, EOS, FIRST_CHARACTER = 1, 2, 4
+GENERATE_SECONDS = 30.0
+"""Longest time without an engine: then the samples' leases lapse, and others sample them."""
+
+
+async def main(pool: str, weight_sync: str, alphabet: str) -> None:
+    """Work until the data is exhausted, or the pool has been away for longer than a restart takes: the run is over."""
+    try:
+        await work(pool, weight_sync, alphabet)
+    except (UnavailableError, DeadlineExceededError) as error:
+        sys.stderr.write(f"the run is over: {error}\n")
 
 
 async def work(pool: str, weight_sync: str, alphabet: str) -> None:
-    """Lease, generate, score, put, until the data is exhausted."""
+    """Lease, generate, score, put, until the data is exhausted. Raises UnavailableError when the pool is gone."""
     async with open_rollout_client(pool, weight_sync, worker_id="custom-0") as client:
         async for lease in client.leases(max_samples=16):
             task = json.loads(lease.task.item_json)
             prompt_ids = [BOS, *(FIRST_CHARACTER + alphabet.index(character) for character in task["prompt"])]
             sampling = Sampling(max_new_tokens=len(task["answer"]) + 1, temperature=lease.temperature)
-            completions = await client.policy.generate(prompt_ids, len(lease.samples), sampling)
+            try:
+                completions = await client.policy.generate(
+                    prompt_ids, len(lease.samples), sampling, timeout_seconds=GENERATE_SECONDS
+                )
+            except (UnavailableError, DeadlineExceededError):
+                continue
             results = []
             for sample, completion in zip(lease.samples, completions, strict=True):
                 text = "".join(alphabet[i - FIRST_CHARACTER] for i in completion.token_ids if i >= FIRST_CHARACTER)
@@ -39,4 +56,4 @@ async def work(pool: str, weight_sync: str, alphabet: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(work(*sys.argv[1:4]))
+    asyncio.run(main(*sys.argv[1:4]))

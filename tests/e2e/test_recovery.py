@@ -49,6 +49,10 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
         await run.until_step(int(killed_after) + 3)
         run.launcher.send_signal(signal.SIGINT)
         assert await run.launcher.wait() == INTERRUPTED_EXIT
+        said = (tmp_path / "output").read_text().splitlines()
+        assert "stopping: the trainer writes a checkpoint, then every process ends" in said
+        assert said[-1].startswith("stopped; from step ")
+        assert said[-1].endswith(f"{' '.join(overrides)} --root {tmp_path}")
         assert not processes_in(tmp_path)
     interrupted_after = [line["step"] for line in steps_of(run.folder)][-1]
     assert (run.folder / "checkpoints" / f"global_step_{interrupted_after:.0f}").is_dir()

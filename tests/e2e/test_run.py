@@ -154,7 +154,8 @@ def test_a_second_run_of_the_same_name_is_refused(seen: Seen) -> None:
 
 def test_the_summary_has_the_figures_of_the_run(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["steps"] == STEPS
+    assert summary["steps"] == summary["steps_made"] == STEPS
+    assert (summary["phase"], summary["reason"], summary["exit_code"]) == ("Succeeded", "Completed", 0)
     assert set(summary["processes"]) == CHILDREN
     assert 0 <= summary["heldout_exact"] <= 1
     assert summary["samples_per_second"] > 0
@@ -184,6 +185,7 @@ def test_the_reward_rises(folder: Path) -> None:
 
 def test_the_run_leaves_its_picture_its_logs_and_its_resolved_experiment(folder: Path) -> None:
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert not (folder / "endpoints.json").exists()
     assert {log.stem for log in (folder / "logs").glob("*.log")} == CHILDREN
     experiment = load_resolved(folder / "experiment.yaml")
     assert experiment.spec.trainer.steps == STEPS

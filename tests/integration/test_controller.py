@@ -305,6 +305,19 @@ async def test_a_stall_names_the_blocking_edge_once(deploy: Deploy, clock: Clock
     assert (await deployed.experiment()).reason == "Training"
 
 
+async def test_models_that_are_being_loaded_are_no_stall(deploy: Deploy, clock: Clock) -> None:
+    deployed = await deploy(monitor={"health": {"timeoutSeconds": 600}})
+    await deployed.heartbeat("trainer", work=[waits("trajectory-pool", clock())])
+    clock.advance(300)
+    await deployed.controller.check_health()
+    assert (await deployed.experiment()).reason == "ComponentsStarting"
+    assert not (await deployed.seen()).errors
+    await deployed.controller.apply(VersionCommitted(0))
+    clock.advance(59)
+    await deployed.controller.check_health()
+    assert (await deployed.experiment()).reason == "Training"
+
+
 async def test_slow_steps_are_no_stall(deploy: Deploy, clock: Clock) -> None:
     deployed = await deploy(monitor={"health": {"timeoutSeconds": 600}})
     await deployed.controller.apply(VersionCommitted(0))

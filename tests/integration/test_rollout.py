@@ -5,6 +5,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -123,6 +124,26 @@ async def test_example_worker_feeds_a_run_through_grpc_alone() -> None:
         process = await asyncio.create_subprocess_exec(sys.executable, str(script), *addresses, ALPHABET)
         assert await process.wait() == 0
     assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 8
+
+
+async def test_example_worker_ends_when_the_run_is_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = run_path(str(REPOSITORY / "examples" / "custom_rollout_worker.py"))
+    main = example["main"]
+    monkeypatch.setitem(main.__globals__, "GENERATE_SECONDS", 0.2)
+    monkeypatch.setattr("nexrl.client.CALL_SECONDS", 0.2)
+    monkeypatch.setitem(RolloutClient.lease.__kwdefaults__ or {}, "wait_seconds", 0.1)
+    pool, registry = (
+        FakePool([task_lease(group, 4, prompt="123", answer="321") for group in range(2)]),
+        FakeWeightSync(),
+    )
+    async with serving(pool) as pool_address, serving(registry) as registry_address:
+        await registry.set(replica("replica-0", "127.0.0.1:1"))  # an engine that is gone
+        working = asyncio.create_task(main(pool_address, registry_address, ALPHABET))
+        await pool.wait_for(lambda: pool.lease_calls > 2)
+    await working
+    assert capsys.readouterr().err.startswith("the run is over: ")
 
 
 class Custom(RolloutWorker):

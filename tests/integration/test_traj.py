@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.errors import CheckFailedError, FailedPreconditionError, NotFoundError
+from nexrl.errors import CheckFailedError, FailedPreconditionError, NotFoundError, UnavailableError
 from nexrl.local.child import Command
 from nexrl.local.ledger_view import pool_of
 from nexrl.local.redis_server import redis_command
@@ -133,6 +133,21 @@ async def test_a_run_that_is_on_is_asked_itself(folder: RunFolder) -> None:
         assert list(sample.trajectories[0].token_ids) == [1, 2, *RECORDED]
     folder.close()
     assert not is_on(folder.path)
+
+
+async def test_a_shared_redis_that_is_away_is_told_without_a_wait_for_a_pool(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = small_experiment("looked-into", redis={"url": "redis://127.0.0.1:1"})
+    folder.experiment_file.write_text(dump_resolved(shared))
+    for _ in ("on", "ended"):
+        with pytest.raises(UnavailableError, match=r"^redis\.url: redis://127\.0\.0\.1:1: .*no Redis answers"):
+            async with pool_of(folder.path):
+                pass
+        folder.close()
+    async with samples_of(folder.path) as samples:
+        assert (await samples.get("0.0")).batch == 3
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 async def test_a_run_without_a_ledger_is_named(folder: RunFolder, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.spec import Experiment
 from nexrl.v1 import validator_service_pb2 as validator_pb
 from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
+from nexrl.v1.policy_pb2 import Replica
 from nexrl_controller.state import Rules, State
 
 if TYPE_CHECKING:  # the generated classes are abstract to type checkers only; a fake has the methods that are called
@@ -116,7 +117,8 @@ class FakeWeightSync(WeightSyncServiceServicer):
         self, request: weight_sync_pb.WatchReplicasRequest, context: Context
     ) -> AsyncIterator[weight_sync_pb.WatchReplicasResponse]:
         for version in (-1, 0, 1):
-            yield weight_sync_pb.WatchReplicasResponse(committed_version=version)
+            replicas = [Replica(replica_id="inference-0", policy_version=version, ready=version >= 0)]
+            yield weight_sync_pb.WatchReplicasResponse(committed_version=version, replicas=replicas)
         await asyncio.Event().wait()
 
 

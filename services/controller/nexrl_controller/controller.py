@@ -215,7 +215,8 @@ class Controller:
     async def _check_stall(self) -> None:
         idle_seconds = self._now() - self._progress_unix_seconds
         limit_seconds = max(STALL_SECONDS, STALL_FACTOR * self._longest_step_seconds)
-        if idle_seconds < limit_seconds or self._state.reason == STALLED:
+        # Before the first version is served all wait for models that are being loaded, however long that takes.
+        if idle_seconds < limit_seconds or self._state.reason == STALLED or not self._state.has_version:
             return
         stall = find_stall(self.activity.modules, self._progress_unix_seconds)
         if stall is None:

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 async def follow_policy_versions(
     controller: Controller, weight_sync: "WeightSyncServiceAsyncStub", model_tag: str
 ) -> None:
-    """Tell the controller of every commit, for as long as the task lives."""
+    """Tell the controller of every commit, for as long as the task lives.
+
+    The version of a run that is resumed was committed long ago: it counts once a replica serves it.
+    """
     async for seen in watch(weight_sync.WatchReplicas, pb.WatchReplicasRequest(model_tag=model_tag)):
-        if seen.committed_version >= 0:
+        is_served = controller.state.has_version or any(replica.ready for replica in seen.replicas)
+        if seen.committed_version >= 0 and is_served:
             await controller.apply(VersionCommitted(seen.committed_version))

@@ -7,6 +7,7 @@ follows it. It keeps no state that matters: killed at any moment, its children e
 import asyncio
 import contextlib
 import logging
+import shlex
 import shutil
 import signal
 import sys
@@ -22,9 +23,9 @@ from nexrl.errors import AlreadyExistsError, NexrlError, TrainingFailedError, Un
 from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.ownership import owned
-from nexrl.local.report import write_report
-from nexrl.local.run_folder import ENDPOINTS_FILE, RunFolder, endpoint
-from nexrl.local.view import RunView
+from nexrl.local.report import Ending, write_report
+from nexrl.local.run_folder import ENDPOINTS_FILE, RunFolder, checkpoints_of, endpoint
+from nexrl.local.view import RunView, phase_name
 from nexrl.rpc.client import call, connect, new_request_id, watch
 from nexrl.spec import Experiment, load_experiment
 from nexrl.store import connect_redis, key_prefix
@@ -68,10 +69,17 @@ def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) ->
     Raises SpecError and other NexrlErrors for what keeps it from starting, TrainingFailedError when it failed.
     """
     experiment = load_experiment(path, overrides)
-    return asyncio.run(_run(experiment, options))
+    return asyncio.run(_run(experiment, options, resume_command(path, overrides, options)))
 
 
-async def _run(experiment: Experiment, options: RunOptions) -> int:
+def resume_command(path: Path, overrides: Sequence[str], options: RunOptions) -> str:
+    """What goes on with a run that was started with these arguments."""
+    kept = [override for override in overrides if not override.startswith("resume.")]
+    root = [] if options.root == RunOptions.root else ["--root", str(options.root)]
+    return shlex.join(["nexrl", "run", str(path), *kept, "resume.mode=auto", *root])
+
+
+async def _run(experiment: Experiment, options: RunOptions, to_resume: str) -> int:
     require_free(options.port)
     _refuse_checkpoints_of_others(experiment)
     given_redis = experiment.spec.redis.url
@@ -80,27 +88,37 @@ async def _run(experiment: Experiment, options: RunOptions) -> int:
         folder = RunFolder(options.root, experiment)
         if given_redis:
             await _prepare_redis(given_redis, experiment)
-        return await _run_in(folder, experiment, options)
+        return await _run_in(folder, experiment, options, to_resume)
 
 
-async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions) -> int:
+async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions, to_resume: str) -> int:
     if folder.put_aside is not None:
         sys.stdout.write(f"an earlier run of this name is kept as {folder.put_aside}\n")
     addresses, redis_socket = choose_addresses(experiment, options.port)
     launcher = Launcher(experiment, folder, addresses, redis_socket)
     began = time.monotonic()
     try:
-        ending = await launcher.run()
+        ended = await launcher.run()
     finally:
         if redis_socket is not None:
             shutil.rmtree(redis_socket.parent, ignore_errors=True)
-    write_report(folder, experiment, launcher.children, time.monotonic() - began)
-    if ending is None:
-        sys.stdout.write("stopped; resume.mode=auto goes on from the last checkpoint\n")
-        return INTERRUPTED_EXIT
-    if ending.phase == pb.PHASE_FAILED:
+    ending = _ending(ended)
+    write_report(folder, experiment, launcher.children, time.monotonic() - began, ending)
+    (folder.path / ENDPOINTS_FILE).unlink()  # left behind by a launcher that was killed, which tells it from one ended
+    if ended is None:
+        steps = checkpoints_of(folder.path, experiment)
+        goes_on = f"from step {max(steps)} on: {to_resume}" if steps else "before the first checkpoint"
+        sys.stdout.write(f"stopped; {goes_on}\n")
+    elif ended.phase == pb.PHASE_FAILED:
         raise TrainingFailedError(f"{ending.reason}: {ending.message}; logs are in {folder.logs}")
-    return 0
+    return ending.exit_code
+
+
+def _ending(ended: pb.Experiment | None) -> Ending:
+    if ended is None:
+        return Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", INTERRUPTED_EXIT)
+    exit_code = TrainingFailedError.exit_code if ended.phase == pb.PHASE_FAILED else 0
+    return Ending(phase_name(ended), ended.reason, ended.message, exit_code)
 
 
 def _refuse_checkpoints_of_others(experiment: Experiment) -> None:
@@ -168,6 +186,8 @@ class Launcher:
             tasks: list[asyncio.Future[Any]] = [ending, interrupted, self._failure]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if interrupted.done():
+                    view.say("stopping: the trainer writes a checkpoint, then every process ends")
                 if self._failure.done():
                     return self._failure.result()
                 return await ending if ending.done() else None

@@ -30,13 +30,17 @@ async def pool_of(run: Path) -> AsyncIterator[grpc.aio.Channel]:
     UnavailableError, with the reason, when the pool cannot be started.
     """
     experiment = experiment_of(run)
+    shared = experiment.spec.redis.url
+    if shared and not is_put_aside(run):
+        # A pool would wait for it, and callers for the pool.
+        async with aclosing(await connect_redis(shared)):
+            pass
     if is_on(run):
         async with connect(endpoint(run, "trajectory_pool")) as channel:
             yield channel
         return
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="nexrl-")))
-        shared = experiment.spec.redis.url
         if shared and is_put_aside(run):
             raise NotFoundError(f"{run}: the ledger in {shared} is that of a later run of this name")
         url = shared if shared else await stack.enter_async_context(_copied_redis(run, folder))

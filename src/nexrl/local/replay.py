@@ -18,7 +18,7 @@ import grpc
 
 from nexrl.errors import CheckFailedError, FailedPreconditionError, NotFoundError
 from nexrl.local.components import LOOPBACK, free_ports, service_command
-from nexrl.local.run_folder import endpoint, experiment_of, is_on
+from nexrl.local.run_folder import checkpoints_of, endpoint, experiment_of, is_on
 from nexrl.local.temporary import serving
 from nexrl.local.trajectories import columns, draw_text, samples_of, token_decoder
 from nexrl.rpc.client import call, connect, new_request_id, watch
@@ -226,12 +226,10 @@ class Engines:
 
 def weights_at_hand(run: Path) -> Mapping[int, str]:
     """By policy version, what NEXRL_WEIGHTS of an engine that serves it is."""
-    spec = experiment_of(run).spec
-    folder = Path(spec.checkpoint.path) if spec.checkpoint.path else run / "checkpoints"
-    found = {path.name.removeprefix("global_step_"): str(path) for path in folder.glob("global_step_*")}
-    checkpoints = {int(step): path for step, path in found.items() if step.isdecimal()}
+    experiment = experiment_of(run)
+    checkpoints = {step: str(path) for step, path in checkpoints_of(run, experiment).items()}
     # With resume.path, training began with a checkpoint of another run.
-    return checkpoints if spec.resume.path else {0: "initial", **checkpoints}
+    return checkpoints if experiment.spec.resume.path else {0: "initial", **checkpoints}
 
 
 def describe(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -15,24 +16,43 @@ from nexrl.spec import Experiment
 
 ENDS_STEPS = 10
 """Steps averaged for 'before' and 'after': one batch alone is noisy."""
+SUMMARY_FILE = "summary.json"
 AT_ENDS = {"reward": "reward_mean", "entropy": "entropy", "degenerate groups": "zero_variance_group_fraction"}
 
 Metrics = Sequence[Mapping[str, float]]
 
 
-def write_report(folder: RunFolder, experiment: Experiment, children: Sequence[Child], wall_seconds: float) -> None:
+@dataclass(frozen=True)
+class Ending:
+    """How one start of a run ended."""
+
+    phase: str
+    """As in nexrl.v1.Phase, as 'Succeeded'; 'Interrupted' by Ctrl-C or SIGTERM."""
+    reason: str
+    message: str
+    exit_code: int
+
+
+def write_report(
+    folder: RunFolder, experiment: Experiment, children: Sequence[Child], wall_seconds: float, ending: Ending
+) -> None:
     """Write the summary and the picture, and print before and after."""
     metrics = folder.metrics()
     steps = [line for line in metrics if "reward_mean" in line]
     began = time.time() - wall_seconds
-    summary = summarize(metrics, steps) | {
-        "name": experiment.metadata.name,
-        "wall_seconds": round(wall_seconds, 2),
-        # A run that goes on has steps from before its pause.
-        "samples_per_second": samples_per_second([line for line in steps if line["time"] >= began]),
-        "processes": [child.name for child in children],
-    }
-    folder.write_json("summary.json", summary)
+    made = [line for line in steps if line["time"] >= began]  # a run that goes on has steps from before its pause
+    summary = (
+        asdict(ending)
+        | summarize(metrics, steps)
+        | {
+            "name": experiment.metadata.name,
+            "steps_made": len(made),
+            "wall_seconds": round(wall_seconds, 2),
+            "samples_per_second": samples_per_second(made),
+            "processes": [child.name for child in children],
+        }
+    )
+    folder.write_json(SUMMARY_FILE, summary)
     if steps:
         plot(folder, metrics, steps)
     print_report(folder, summary)
@@ -47,7 +67,7 @@ def summarize(metrics: Metrics, steps: Metrics) -> dict[str, Any]:
         summary[f"{name.replace(' ', '_')}_last"] = _mean(steps[-ENDS_STEPS:], key)
     for score in ("exact", "reward"):
         summary[f"heldout_{score}_first"] = _mean(held_out[:1], f"val/{score}")
-        summary[f"heldout_{score}"] = _mean(held_out[-1:], f"val/{score}")
+        summary[f"heldout_{score}"] = _mean(held_out[1:][-1:], f"val/{score}")
     summary["samples_per_second"] = samples_per_second(steps)
     return summary
 
@@ -80,7 +100,9 @@ def plot(folder: RunFolder, metrics: Metrics, steps: Metrics) -> None:
 def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     """The table of before and after, and where everything is."""
     console = Console()
-    table = Table(title=f"{summary['name']}: {summary['steps']} steps in {summary['wall_seconds']:.0f} s")
+    earlier = summary["steps"] - summary["steps_made"]
+    title = f"{summary['name']}: {summary['steps_made']} steps in {summary['wall_seconds']:.0f} s"
+    table = Table(title=title + (f", after {earlier} earlier ones" if earlier > 0 else ""))
     for column in ("", f"first {ENDS_STEPS} steps", f"last {ENDS_STEPS} steps"):
         table.add_column(column)
     for name in AT_ENDS:
@@ -88,12 +110,11 @@ def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
         table.add_row(name, *_cells([summary[f"{key}_first"], summary[f"{key}_last"]]))
     for score in ("exact", "reward"):
         ends = [summary[f"heldout_{score}_first"], summary[f"heldout_{score}"]]
-        if ends[1] is not None:
+        if ends[0] is not None:
             table.add_row(f"held-out {score}", *_cells(ends))
     console.print(table)
-    console.print(
-        f"{summary['samples_per_second']} samples/s; results, logs and checkpoints: {folder.path}", highlight=False
-    )
+    rate = "-" if summary["samples_per_second"] is None else summary["samples_per_second"]
+    console.print(f"{rate} samples/s; results, logs and checkpoints: {folder.path}", highlight=False, soft_wrap=True)
 
 
 def _cells(values: Iterable[float | None]) -> list[str]:

@@ -41,12 +41,20 @@ def is_put_aside(run: Path) -> bool:
     return run.resolve().name != experiment_of(run).metadata.name
 
 
+def checkpoints_of(run: Path, experiment: Experiment) -> Mapping[int, Path]:
+    """The complete checkpoints of the run in folder `run`, by step."""
+    given = experiment.spec.checkpoint.path
+    found = (Path(given) if given else run / "checkpoints").glob("global_step_*")
+    steps = {path.name.removeprefix("global_step_"): path for path in found}
+    return {int(step): path for step, path in steps.items() if step.isdecimal()}
+
+
 def endpoint(run: Path, service: str) -> str:
     """Address of a service of the run in folder `run`, as its launcher wrote it down. Raises NotFoundError before."""
     try:
         return str(json.loads((run / ENDPOINTS_FILE).read_text())[service])
     except FileNotFoundError:
-        raise NotFoundError(f"{run}: no {ENDPOINTS_FILE} there; this is no run, or one that is just starting") from None
+        raise NotFoundError(f"{run}: no {ENDPOINTS_FILE} there; no run is on, or it is just starting") from None
 
 
 class RunFolder:
@@ -70,27 +78,26 @@ class RunFolder:
         self.put_aside: Path | None = None
         """Where an earlier run of this name is kept now."""
         if self.path.exists() and experiment.spec.resume.mode == "auto":
-            self._refuse_other_batches(experiment)
+            self._refuse_another_run(experiment)
         elif self.path.exists():
             self.put_aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
             self.path.rename(self.put_aside)
         for part in ("logs", "redis", "checkpoints", "trajectories"):
             (self.path / part).mkdir(parents=True, exist_ok=True)
+        (self.path / ENDPOINTS_FILE).unlink(missing_ok=True)  # of a launcher that was killed
         self.experiment_file.write_text(dump_resolved(experiment))
 
-    def _refuse_other_batches(self, experiment: Experiment) -> None:
-        """The ledger that is resumed counts in batches and groups of the size that it began with."""
+    def _refuse_another_run(self, experiment: Experiment) -> None:
+        """What makes a run that one run cannot change when it is resumed."""
         if not self.experiment_file.is_file():
             return
-        before, now = load_resolved(self.experiment_file).spec.trajectory_pool, experiment.spec.trajectory_pool
-        for key, old, new in (
-            ("batchSize", before.batch_size, now.batch_size),
-            ("groupSize", before.group_size, now.group_size),
-        ):
+        before, now = _identity(load_resolved(self.experiment_file)), _identity(experiment)
+        for field in now | before:
+            old, new = before.get(field, "nothing"), now.get(field, "nothing")
             if old != new:
                 self.close()
                 raise InvalidArgumentError(
-                    f"spec.trajectoryPool.{key}: {new}; the run to be resumed has {old}; keep it, or take another name"
+                    f"spec.{field}: {new}; the run to be resumed has {old}; leave it so, or take another metadata.name"
                 )
 
     def close(self) -> None:
@@ -124,6 +131,20 @@ class RunFolder:
             is_training = "reward_mean" in values or "reward_mean" not in line
             line.update(values, time=values["time"] if is_training else line["time"])
         return [by_step[step] for step in sorted(by_step)]
+
+
+def _identity(experiment: Experiment) -> dict[str, Any]:
+    """What a run keeps for its life, by field: its ledger counts in batches and groups of one size, and its
+    checkpoints are of one model."""
+    pool, model = experiment.spec.trajectory_pool, experiment.spec.model
+    given = model.model_dump(mode="json", by_alias=True, exclude_none=True)
+    scratch = given.pop("scratch", {})
+    return {
+        "trajectoryPool.batchSize": pool.batch_size,
+        "trajectoryPool.groupSize": pool.group_size,
+        **{f"model.{key}": value for key, value in given.items()},
+        **{f"model.scratch.{key}": value for key, value in scratch.items()},
+    }
 
 
 def _lock_path(run: Path) -> Path:

@@ -1,12 +1,16 @@
-"""`nexrl status`: a run that is on, as its controller sees it."""
+"""`nexrl status`: a run that is on, as its controller sees it; of one that has ended, how."""
 
+import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from nexrl.errors import NotFoundError, UnavailableError
 from nexrl.local.launcher import controller_address
+from nexrl.local.report import SUMMARY_FILE
+from nexrl.local.run_folder import ENDPOINTS_FILE, experiment_of, is_on
+from nexrl.local.view import phase_text
 from nexrl.rpc.client import call, connect
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
@@ -17,15 +21,27 @@ CALL_SECONDS = 5.0
 
 
 async def print_status(run_folder: Path) -> None:
-    """Print phase, modules and errors. Raises NotFoundError for no run, UnavailableError for one that has ended."""
-    if not (run_folder / "endpoints.json").is_file():
-        raise NotFoundError(f"{run_folder}: not the folder of a run; it has no endpoints.json")
-    try:
+    """Print phase, modules and errors; of a run that has ended, how. Raises NotFoundError for a folder that is none."""
+    if is_on(run_folder):
         await _ask(run_folder)
-    except UnavailableError:
-        raise UnavailableError(
-            f"{run_folder}: this run is not on; {run_folder}/summary.json tells how it ended"
-        ) from None
+    else:
+        sys.stdout.write(ending_of(run_folder) + "\n")
+
+
+def ending_of(run: Path) -> str:
+    """How the run in folder `run`, which is not on, has ended. Raises NotFoundError for a folder that is no run."""
+    name = experiment_of(run).metadata.name
+    if (run / ENDPOINTS_FILE).is_file():  # left by one that was killed
+        return f"{name}: no launcher has seen its end; resume.mode=auto goes on from its last checkpoint, if any"
+    if not (run / SUMMARY_FILE).is_file():
+        return f"{name}: not on; it has made nothing yet"
+    summary = json.loads((run / SUMMARY_FILE).read_text())
+    if "phase" not in summary:  # written by an earlier version
+        return f"{name}: ended at step {summary['steps']}"
+    return (
+        f"{name}: {summary['phase']} ({summary['reason']}), exit code {summary['exit_code']}: {summary['message']}\n"
+        f"step {summary['steps']}; more in {run / SUMMARY_FILE}"
+    )
 
 
 async def _ask(run_folder: Path) -> None:
@@ -41,10 +57,9 @@ async def _ask(run_folder: Path) -> None:
 
 def _print(experiment: pb.Experiment, activity: activity_pb.GetActivityResponse) -> None:
     console = Console()
-    phase = pb.Phase.Name(experiment.phase).removeprefix("PHASE_").capitalize()
     progress = experiment.progress
     console.print(
-        f"{experiment.name}: {phase} {experiment.reason} {experiment.message}\n"
+        f"{experiment.name}: {phase_text(experiment)}\n"
         f"step {progress.step}/{progress.total_steps}, policy version {progress.policy_version}, "
         f"health {activity.health}, restarts {experiment.restarts}",
         highlight=False,

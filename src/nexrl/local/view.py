@@ -16,6 +16,8 @@ from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 
 LINES_OF_A_RUN = 30
+STALLED = "Stalled"
+"""The controller's reason when no step is made."""
 SHOWN = {
     "reward_mean": "reward",
     "val/exact": "held-out exact",
@@ -25,6 +27,17 @@ SHOWN = {
     "staleness_steps": "staleness",
     "grad_norm": "grad norm",
 }
+
+
+def phase_name(experiment: pb.Experiment) -> str:
+    """The experiment's phase, as 'Running'."""
+    return pb.Phase.Name(experiment.phase).removeprefix("PHASE_").capitalize()
+
+
+def phase_text(experiment: pb.Experiment) -> str:
+    """The phase, and why it is in it; while all goes well the steps tell more than what led to it."""
+    is_well = experiment.phase == pb.PHASE_RUNNING and experiment.reason != STALLED
+    return phase_name(experiment) + (f": {experiment.message}" if experiment.message and not is_well else "")
 
 
 class RunView:
@@ -40,6 +53,8 @@ class RunView:
         self._activity = activity_pb.GetActivityResponse()
         self._last = pb.Experiment()
         self._first_step: tuple[float, int] | None = None
+        self._step_unix_seconds = 0.0
+        self._said = ""
         self._printed_step = -1
 
     def __enter__(self) -> "RunView":
@@ -59,6 +74,8 @@ class RunView:
         step = experiment.progress.step
         if self._first_step is None and step > 0:
             self._first_step = (time.monotonic(), step)
+        if step > self._last.progress.step:
+            self._step_unix_seconds = time.time()
         is_news = (experiment.phase, experiment.reason) != (self._last.phase, self._last.reason)
         self._last = experiment
         if self._live:
@@ -66,6 +83,14 @@ class RunView:
         elif is_news or step - self._printed_step >= max(1, experiment.progress.total_steps // LINES_OF_A_RUN):
             self._printed_step = step
             self._console.print(self._line(), highlight=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Tell what the launcher does, at once, instead of the phase."""
+        self._said = line
+        if self._live:
+            self._live.update(self._table(), refresh=True)
+        else:
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def show_details(self, pool: pool_pb.PoolState, activity: activity_pb.GetActivityResponse) -> None:
         """The pool's newest state, and what went wrong lately."""
@@ -95,21 +120,19 @@ class RunView:
             facts["dropped"] = ", ".join(f"{count} {reason}" for reason, count in pool.dropped.items())
         if self._activity.recent_error_count:
             newest = self._activity.errors[0]
-            facts["errors"] = (
-                f"{self._activity.recent_error_count} in 5 minutes, the newest {newest.module}: {newest.message}"
-            )
+            # Once a step was made after it, the error has not stopped the run.
+            is_passed = newest.unix_seconds < self._step_unix_seconds
+            told = "`nexrl status` tells" if is_passed else f"the newest {newest.module}: {newest.message}"
+            facts["errors"] = f"{self._activity.recent_error_count} in 5 minutes, {told}"
         if self._last.restarts:
             facts["restarts"] = str(self._last.restarts)
         return facts
 
     def _table(self) -> Table:
-        phase = pb.Phase.Name(self._last.phase).removeprefix("PHASE_").capitalize()
-        table = Table(title=f"{self._name}: {phase} {self._last.message}", show_header=False)
+        table = Table(title=f"{self._name}: {self._said or phase_text(self._last)}", show_header=False)
         for title, value in self._facts().items():
             table.add_row(title, value)
         return table
 
     def _line(self) -> str:
-        phase = pb.Phase.Name(self._last.phase).removeprefix("PHASE_").lower()
-        message = f" ({self._last.message})" if self._last.message else ""
-        return f"{phase}{message}: " + ", ".join(f"{title} {value}" for title, value in self._facts().items())
+        return "; ".join([phase_text(self._last), *(f"{title} {value}" for title, value in self._facts().items())])

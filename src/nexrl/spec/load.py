@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
@@ -39,6 +39,7 @@ _RELATIVE_PATHS = (
     ("model", "path"),
     ("checkpoint", "path"),
     ("resume", "path"),
+    ("weightSync", "path"),
 )
 SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=password=)[^&\s\"]+")
 """What a URL may hold, and no message repeats."""
@@ -231,9 +232,9 @@ def _missing_on_this_machine(
 ) -> list[Violation]:
     """What the experiment needs and this machine does not have: files, packages, variables, tasks.
 
-    When there is no experiment, because some section is wrong, the sections that are right are looked at all the same.
+    When there is no experiment, because some key is wrong, what the others say is looked at all the same.
     """
-    sections = _valid_sections(document) if experiment is None else dict(experiment.spec)
+    sections = _readable_sections(document) if experiment is None else dict(experiment.spec)
     checks: dict[str, Callable[[Any], list[Violation]]] = {
         "model": _missing_model,
         "inference": _missing_inference,
@@ -273,16 +274,38 @@ def _wrong_tasks(open_tasks: Callable[[], object]) -> list[Violation]:
     return []
 
 
-def _valid_sections(document: Mapping[str, Any]) -> dict[str, Any]:
+def _readable_sections(document: Mapping[str, Any]) -> dict[str, Any]:
     spec = document.get("spec")
     if not isinstance(spec, dict):
         return {}
     sections = {}
-    for name in ("model", "data", "inference", "validation", "resume", "logger"):  # the same word in file and Python
+    # The same word in file and Python.
+    for name in ("model", "data", "rollout", "inference", "validation", "resume", "logger"):
         with suppress(ValidationError, KeyError):
-            section = TypeAdapter[Any](cast(Any, ExperimentSpec.model_fields[name].annotation))
-            sections[name] = section.validate_json(json.dumps(spec[name]), by_alias=True, by_name=False)
+            field = ExperimentSpec.model_fields[name]
+            adapter = TypeAdapter[Any](cast(Any, Annotated[field.annotation, Field(discriminator=field.discriminator)]))
+            sections[name] = _without_wrong_keys(adapter, spec[name])
     return sections
+
+
+def _without_wrong_keys(adapter: TypeAdapter[Any], section: Any) -> Any:
+    """The section, without those of its keys that are wrong. Raises ValidationError when the others make none."""
+    try:
+        return adapter.validate_json(json.dumps(section), by_alias=True, by_name=False)
+    except ValidationError as error:
+        rest = json.loads(json.dumps(section))
+        for details in error.errors():
+            _drop(rest, details["loc"])
+        return adapter.validate_json(json.dumps(rest), by_alias=True, by_name=False)
+
+
+def _drop(section: Any, path: Sequence[str | int]) -> None:
+    """Takes a key out; what pydantic inserts into its path, the variant of a union, is in no file."""
+    *parents, key = path or [""]
+    for parent in parents:
+        section = section[parent] if isinstance(section, dict) and parent in section else section
+    if isinstance(section, dict):
+        section.pop(key, None)
 
 
 def _missing_model(model: ModelSpec) -> list[Violation]:

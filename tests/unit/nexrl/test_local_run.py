@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,21 @@ from typing import Any
 import pytest
 
 from nexrl import bound
-from nexrl.errors import AlreadyExistsError
+from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from nexrl.local.child import Child, Command
 from nexrl.local.components import free_ports
-from nexrl.local.report import samples_per_second, summarize, write_report
-from nexrl.local.run_folder import RunFolder
+from nexrl.local.launcher import RunOptions, resume_command
+from nexrl.local.report import Ending, samples_per_second, summarize, write_report
+from nexrl.local.run_folder import RunFolder, is_on
+from nexrl.local.status import ending_of, print_status
+from nexrl.local.view import RunView
+from nexrl.v1 import activity_service_pb2 as activity_pb
+from nexrl.v1 import controller_service_pb2 as pb
+from nexrl.v1.trajectory_pool_service_pb2 import PoolState
 from tests.support.services import small_experiment
+
+SCRATCH = {"alphabet": "0123456789", "hiddenSize": 16, "layers": 1, "heads": 2, "maxPositions": 32}
+INTERRUPTED = Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", 130)
 
 PARENT = """
 import os, subprocess, sys
@@ -46,7 +56,7 @@ def test_a_child_whose_parent_has_ended_before_does_not_start() -> None:
     command = [sys.executable, "-I", "-S", bound.__file__, "1", "echo", "started"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "the launcher has ended" in ended.stderr
+    assert "process 1, which started this one, has ended" in ended.stderr
 
 
 async def test_a_childs_exit_code_and_log_are_kept_and_it_can_be_started_again(tmp_path: Path) -> None:
@@ -121,6 +131,32 @@ def test_a_run_that_resumes_keeps_its_folder(tmp_path: Path, open_folder: OpenFo
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["mine"]
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"trajectoryPool": {"batchSize": 8, "groupSize": 2}},
+            "spec.trajectoryPool.batchSize: 8; the run to be resumed has 4",
+        ),
+        (
+            {"model": {"scratch": {**SCRATCH, "hiddenSize": 32}}},
+            "spec.model.scratch.hiddenSize: 32; the run to be resumed has 16",
+        ),
+        ({"model": {"scratch": SCRATCH, "seed": 7}}, "spec.model.seed: 7; the run to be resumed has 0"),
+        ({"model": {"path": "/models/a"}}, "spec.model.path: /models/a; the run to be resumed has nothing"),
+    ],
+)
+def test_a_run_of_another_model_or_batch_is_not_resumed_and_nothing_is_touched(
+    tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    left_by_a_run(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")}
+    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(said)}; leave it so, or take another metadata.name$"):
+        RunFolder(tmp_path, small_experiment("mine", resume={"mode": "auto"}, **sections))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")} == before
+    assert not is_on(tmp_path / "mine")
+
+
 def test_metrics_are_by_step_and_a_replayed_step_counts_once(open_folder: OpenFolder) -> None:
     folder = open_folder()
     assert folder.metrics() == []
@@ -157,6 +193,12 @@ def test_the_summary_has_both_ends_and_the_rate_between_them() -> None:
     assert summary["heldout_reward"] is None
 
 
+def test_one_validation_is_the_first_and_none_the_last() -> None:
+    made = steps(3)
+    summary = summarize([{"step": 0, "val/exact": 0.1, "val/num_samples": 4}, *made], made)
+    assert (summary["heldout_exact_first"], summary["heldout_exact"]) == (0.1, None)
+
+
 def test_a_run_without_a_step_has_a_summary_too() -> None:
     assert summarize([], [])["steps"] == 0
     assert samples_per_second(steps(1)) is None
@@ -167,12 +209,69 @@ def test_the_report_writes_summary_and_picture(open_folder: OpenFolder, capsys: 
     earlier, now = steps(20), time.time()
     resumed = [line | {"step": line["step"] + 20, "time": now - 10 + line["step"] / 2} for line in earlier]
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*earlier, *resumed]))
-    write_report(folder, small_experiment(), [Child(Command("trainer", [], {}), folder.logs)], wall_seconds=12.3)
+    write_report(folder, small_experiment(), [Child(Command("trainer", [], {}), folder.logs)], 12.3, INTERRUPTED)
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["name"], summary["processes"], summary["wall_seconds"]) == ("test", ["trainer"], 12.3)
     assert (summary["steps"], summary["samples_per_second"]) == (40, 16.0)  # of what was made since it was started
     assert (folder.path / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert "reward" in capsys.readouterr().out
+    assert (summary["steps_made"], summary["phase"], summary["exit_code"]) == (20, "Interrupted", 130)
+    printed = capsys.readouterr().out
+    assert "test: 20 steps in 12 s, after 20 earlier ones" in " ".join(printed.split())
+    assert "\n16.0 samples/s" in printed
+
+
+def test_a_start_that_made_no_step_has_no_rate(open_folder: OpenFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    write_report(open_folder(), small_experiment(), [], 1.0, INTERRUPTED)
+    printed = capsys.readouterr().out
+    assert "test: 0 steps in 1 s" in printed
+    assert "\n- samples/s" in printed
+
+
+async def test_the_status_of_a_run_that_is_not_on_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(NotFoundError, match="not the folder of a run"):
+        await print_status(tmp_path)
+    with closing(RunFolder(tmp_path, small_experiment("mine"))) as folder:
+        folder.write_json("endpoints.json", {})
+    assert "no launcher has seen its end" in ending_of(folder.path)
+    with closing(RunFolder(tmp_path, small_experiment("mine", resume={"mode": "auto"}))) as folder:
+        assert not (folder.path / "endpoints.json").exists()
+        write_report(folder, small_experiment("mine"), [], 1.0, Ending("Failed", "BadConfiguration", "no data", 10))
+    capsys.readouterr()
+    await print_status(folder.path)
+    assert capsys.readouterr().out.startswith("mine: Failed (BadConfiguration), exit code 10: no data\nstep 0; more in")
+
+
+def test_what_resumes_a_run_is_how_it_was_started_and_resume_mode_auto() -> None:
+    overrides = ["trainer.steps=5", "data.path=my tasks.jsonl", "resume.mode=disable"]
+    assert resume_command(Path("a.yaml"), overrides, RunOptions(Path("/tmp/r"))) == (
+        "nexrl run a.yaml trainer.steps=5 'data.path=my tasks.jsonl' resume.mode=auto --root /tmp/r"
+    )
+    assert resume_command(Path("a.yaml"), [], RunOptions()) == "nexrl run a.yaml resume.mode=auto"
+
+
+def test_lines_of_a_run_tell_of_trouble_only_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    def seen(step: int, reason: str, message: str) -> pb.Experiment:
+        progress = pb.Progress(step=step, total_steps=4, policy_version=step)
+        return pb.Experiment(phase=pb.PHASE_RUNNING, reason=reason, message=message, progress=progress)
+
+    def last_line() -> str:
+        return capsys.readouterr().out.splitlines()[-1]
+
+    with RunView(small_experiment(), []) as view:
+        view.show(seen(1, "Training", "policy version 0 was measured"))
+        assert last_line().startswith("Running; step 1/4; policy version 1; samples/s")
+        error = activity_pb.ErrorReport(module="rollout-0", message="no reward", unix_seconds=time.time())
+        view.show_details(PoolState(), activity_pb.GetActivityResponse(recent_error_count=1, errors=[error]))
+        view.show(seen(1, "Stalled", "no step for 61 s"))
+        assert last_line().startswith("Running: no step for 61 s; step 1/4")
+        view.show(seen(1, "Training", ""))
+        assert last_line().endswith("; errors 1 in 5 minutes, the newest rollout-0: no reward")
+        view.show(seen(2, "Training", "training goes on"))
+        assert last_line().endswith("; errors 1 in 5 minutes, `nexrl status` tells")
+        view.say("stopping: soon")
+        assert last_line() == "stopping: soon"
 
 
 def test_free_ports_are_distinct() -> None:
