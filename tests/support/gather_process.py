@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,7 +46,9 @@ class LlamaCase:
             max_position_embeddings=16,
             tie_word_embeddings=self.is_tied,
         )
-        return LlamaForCausalLM(config).to(getattr(torch, self.data_type))
+        module = LlamaForCausalLM(config)
+        module.to(getattr(torch, self.data_type))
+        return module
 
     def whole(self) -> dict[str, Tensor]:
         """Its weights."""
@@ -95,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that are made within it, until they are freed; `peak` is the most there were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live = 0
         self._seen: set[int] = set()
@@ -103,28 +105,29 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        known = {_address(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        known = {storage.data_ptr() for storage in _storages((args, kwargs))}
         returned = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(returned):
-            if isinstance(tensor, Tensor) and _address(tensor) not in known | self._seen | {0}:
-                self._add(tensor)
+        for storage in _storages(returned):
+            if storage.data_ptr() not in known | self._seen:
+                self._add(storage)
         return returned
 
-    def _add(self, tensor: Tensor) -> None:
-        storage, address = tensor.untyped_storage(), _address(tensor)
+    def _add(self, storage: UntypedStorage) -> None:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
         self._seen.add(address)
-        self._live += storage.nbytes()
+        self._live += nbytes
         self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._free, address, storage.nbytes())
+        weakref.finalize(storage, self._free, address, nbytes)
 
     def _free(self, address: int, nbytes: int) -> None:
         self._seen.remove(address)
         self._live -= nbytes
 
 
-def _address(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+def _storages(tree: object) -> list[UntypedStorage]:
+    # Tensors of a class of their own, as DTensor, only wrap others.
+    tensors = [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.nbytes]
 
 
 def gather(case: LlamaCase | TensorsCase, bucket_bytes: int) -> Gathered:
