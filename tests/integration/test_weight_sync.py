@@ -1,8 +1,10 @@
 """Weight sync from end to end: real gRPC, real Redis, real Gloo between real processes, and real SIGKILL."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,10 @@ from nexrl.errors import InvalidArgumentError, NotFoundError
 from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis, key_prefix
 from nexrl.v1 import weight_sync_service_pb2 as pb
+from nexrl.weights import publisher as publisher_module
 from nexrl.weights.codec import manifest_to_wire
 from nexrl.weights.packing import snapshot
+from nexrl.weights.published import PublishedVersions
 from nexrl_weight_sync import weight_sync
 from nexrl_weight_sync.weight_sync import View
 from tests.support.runs import eventually
@@ -134,6 +138,69 @@ async def test_a_late_replica_gets_the_committed_version_without_a_new_one(redis
         assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE
 
 
+async def synced(world: World) -> tuple[str, int]:
+    """What tells one sync from the next."""
+    state = await call(
+        world.stub().GetWeightSyncState, pb.GetWeightSyncStateRequest(model_tag=MODEL_TAG), timeout_seconds=5
+    )
+    outcome = world.weight_sync.coordinator.last_outcome
+    assert outcome is not None
+    return outcome.sync_id, state.epoch
+
+
+@pytest.mark.guide("L19")
+async def test_a_late_replica_takes_the_version_from_the_shared_folder_and_disturbs_nobody(
+    redis: Redis, experiment_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(publisher_module, "CATCH_UP_SECONDS", 1000.0)  # it is not broadcast again
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        world.shared = tmp_path
+        await world.replica("first")
+        publisher = await world.publisher()
+        for version in range(2):
+            await publisher.publish(example_tensors(version), version)
+        before = await synced(world)
+        await asyncio.gather(world.replica("second"), world.replica("third"))
+        await world.until(is_serving(1, "first", "second", "third"))
+        assert await synced(world) == before
+        assert (await publisher.publish(example_tensors(2), 2)).committed_version == 2
+        await world.until(is_serving(2, "first", "second", "third"))
+
+
+async def test_replicas_are_served_from_the_shared_folder_without_a_trainer(
+    redis: Redis, experiment_name: str, tmp_path: Path
+) -> None:
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        world.shared = tmp_path
+        first = await world.replica("first")
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(0), 0)
+        await eventually((tmp_path / MODEL_TAG / "version_0").is_dir, seconds=30)
+        await world.trainer_dies(publisher)
+        first.kill()
+        await world.replica("second")
+        await world.until(is_serving(0, "second"))
+
+
+async def test_a_torn_version_in_the_shared_folder_is_broadcast_instead(
+    redis: Redis, experiment_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(publisher_module, "CATCH_UP_SECONDS", 0.2)
+    async with running_weight_sync(redis, experiment_name, rules()) as world:
+        world.shared = tmp_path
+        await world.replica("first")
+        publisher = await world.publisher()
+        await publisher.publish(example_tensors(0), 0)
+        before = await synced(world)
+        tensors = tmp_path / MODEL_TAG / "version_0" / "model.safetensors"
+        await eventually(tensors.is_file, seconds=30)
+        os.truncate(tensors, 1000)
+        monkeypatch.setattr(PublishedVersions, "write", lambda self, weights: None)  # nor is it mended
+        await world.replica("second")
+        await world.until(is_serving(0, "first", "second"))
+        assert await synced(world) != before
+
+
 async def test_a_replica_of_another_model_is_put_out(redis: Redis, experiment_name: str) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("sound"), world.replica("misfit", "misfit"))
@@ -156,7 +223,9 @@ async def test_an_older_version_is_left_alone(redis: Redis, experiment_name: str
 async def test_a_trainer_whose_ledger_has_lost_steps_serves_replicas_again(redis: Redis, experiment_name: str) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         former = await world.replica("former")
-        await (await world.publisher()).publish(example_tensors(5), 5)
+        trainer = await world.publisher()
+        await trainer.publish(example_tensors(5), 5)
+        await world.trainer_dies(trainer)
         former.kill()  # with the last copy of version 5
         await world.replica("a")
         resumed = await world.publisher()

@@ -1,54 +1,44 @@
-"""A replica without an engine, as a process that serves until it is killed or weight sync is gone for long.
+"""A replica without an engine, as a process that serves until it, or the one that started it, is killed.
 
 Its behaviour: sound; flip (receives one wrong byte in version 1); die (kills itself after the first bucket of
 version 1); misfit (expects another model).
 """
 
 import asyncio
+import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import grpc
 import torch
 
-from nexrl.errors import NexrlError
-from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import EdgeInterceptor
-from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1 import policy_pb2
-from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
-from nexrl.weights.codec import manifest_from_wire, rendezvous_from_wire
 from nexrl.weights.manifest import Manifest, TensorSpec
-from nexrl.weights.receiver import WeightReceiver
+from nexrl.weights.published import PublishedVersions
+from nexrl.weights.receiver import StagedWeights, WeightReceiver
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Group
-
-if TYPE_CHECKING:  # the generated class is abstract to type checkers only; a fake has the methods that are called
-    from builtins import object as InferenceServiceServicer  # noqa: N812
-else:
-    from nexrl.v1.inference_service_pb2_grpc import InferenceServiceServicer
-
-ALONE_SECONDS = 30.0
+from nexrl_inference.replica import Replica
+from nexrl_inference.requests import GenerationRequest, GenerationResult
+from nexrl_inference.service import InferenceServicer
 
 
-class Servicer(InferenceServiceServicer):
-    def __init__(self, receiver: WeightReceiver) -> None:
-        self._receiver = receiver
+class NoEngine:
+    """Loads anything at once, and samples nothing."""
 
-    async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Any) -> pb.ReceiveWeightsResponse:
-        rendezvous, manifest = rendezvous_from_wire(request.rendezvous), manifest_from_wire(request.manifest)
-        return pb.ReceiveWeightsResponse(digest=await self._receiver.receive(request.sync_id, rendezvous, manifest))
+    active_rows = 0
+    waiting_requests = 0
 
-    async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Any) -> pb.CommitWeightsResponse:
-        staged = await self._receiver.take(request.sync_id)
-        if staged is not None:
-            self._receiver.mark_served(staged)
-        return pb.CommitWeightsResponse()
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        raise NotImplementedError
+
+    async def load(self, weights: StagedWeights) -> None:
+        pass
 
 
 def misbehave(behaviour: str) -> None:
@@ -80,33 +70,33 @@ def misbehave(behaviour: str) -> None:
     Group.receive = {"flip": with_a_flipped_byte, "die": until_death}.get(behaviour, receive)  # type: ignore[method-assign,assignment]
 
 
-def main(weight_sync: str, model_tag: str, replica_id: str, specs: Sequence[TensorSpec], behaviour: str) -> None:
-    """Run the replica of a model with these tensors."""
+def main(
+    weight_sync: str,
+    model_tag: str,
+    replica_id: str,
+    specs: Sequence[TensorSpec],
+    behaviour: str,
+    shared: Path | None = None,
+) -> None:
+    """Run the replica of a model with these tensors. `shared`: as spec.weightSync.path."""
     torch.set_num_threads(1)
     misbehave(behaviour)
     other = (*specs[1:], TensorSpec("other", "float32", (3,)))
     receiver = WeightReceiver(other if behaviour == "misfit" else specs)
-    asyncio.run(serve(weight_sync, model_tag, replica_id, receiver))
+    published = PublishedVersions(shared, model_tag) if shared else None
+    identity = policy_pb2.Replica(replica_id=replica_id, http_url="http://x")
+    asyncio.run(serve(weight_sync, model_tag, Replica(NoEngine(), receiver, identity, published), identity))
 
 
-async def serve(weight_sync: str, model_tag: str, replica_id: str, receiver: WeightReceiver) -> None:
-    """Serve `receiver`, and stay registered."""
+async def serve(weight_sync: str, model_tag: str, replica: Replica, identity: policy_pb2.Replica) -> None:
+    """Serve `replica`, and stay registered, until the process that started this one is gone."""
     server = grpc.aio.server(interceptors=[EdgeInterceptor()])
-    add_InferenceServiceServicer_to_server(Servicer(receiver), server)  # type: ignore[arg-type]
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    add_InferenceServiceServicer_to_server(InferenceServicer(replica), server)
+    identity.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    stub = WeightSyncServiceStub(connect(weight_sync))
-    heard = time.monotonic()
-    while time.monotonic() - heard < ALONE_SECONDS:
-        replica = policy_pb2.Replica(
-            replica_id=replica_id, address=address, http_url="http://x", policy_version=receiver.policy_version
-        )
-        request = weight_sync_pb.RegisterReplicaRequest(
-            request_id=new_request_id(), model_tag=model_tag, replica=replica, digest=receiver.digest
-        )
-        try:
-            answer = await call(stub.RegisterReplica, request, timeout_seconds=5)
-            heard = time.monotonic()
-            await asyncio.sleep(answer.lease_seconds / 3)
-        except NexrlError:
-            await asyncio.sleep(0.1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    registered = asyncio.create_task(replica.keep_registered(connect(weight_sync), model_tag))
+    gone = asyncio.create_task(asyncio.to_thread(parent.join))
+    await asyncio.wait([registered, gone], return_when=asyncio.FIRST_COMPLETED)
+    os._exit(1)

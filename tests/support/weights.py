@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -20,6 +21,7 @@ from nexrl.store import Redis, key_prefix
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub, add_WeightSyncServiceServicer_to_server
 from nexrl.weights.manifest import TensorSpec
 from nexrl.weights.packing import tensor_specs
+from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
 from nexrl_weight_sync.coordinator import Coordinator, Rules
@@ -72,7 +74,7 @@ class ReplicaProcess:
     """A replica that runs `tests.support.replica_process`."""
 
     def __init__(self, world: "World", replica_id: str, behaviour: str, specs: tuple[TensorSpec, ...]) -> None:
-        arguments = (world.address, MODEL_TAG, replica_id, specs, behaviour)
+        arguments = (world.address, MODEL_TAG, replica_id, specs, behaviour, world.shared)
         self._process = _processes.Process(target=replica_process.main, args=arguments, daemon=True)
         self._process.start()
 
@@ -100,6 +102,9 @@ class World:
     address: str
     told: list[int] = field(default_factory=list)
     closing: AsyncExitStack = field(default_factory=AsyncExitStack)
+    shared: Path | None = None
+    """Folder that publishers and replicas started from now on share."""
+    _following: "dict[WeightPublisher, asyncio.Task[None]]" = field(default_factory=dict)
 
     async def replica(
         self, replica_id: str, behaviour: str = "sound", specs: tuple[TensorSpec, ...] = ()
@@ -120,11 +125,16 @@ class World:
             model_tag=MODEL_TAG,
             bucket_bytes=bucket_bytes,
             timeout_seconds=TIMEOUT_SECONDS,
+            published=PublishedVersions(self.shared, MODEL_TAG) if self.shared else None,
         )
-        follow = asyncio.create_task(publisher.keep_replicas_current())
+        self._following[publisher] = follow = asyncio.create_task(publisher.keep_replicas_current())
         self.closing.push_async_callback(publisher.close)
         self.closing.push_async_callback(_ended, follow)
         return publisher
+
+    async def trainer_dies(self, publisher: WeightPublisher) -> None:
+        """Nobody is served by `publisher` any more."""
+        await _ended(self._following[publisher])
 
     async def until(self, condition: Callable[[View], bool], seconds: float = 30.0) -> View:
         """The first view of the replicas for which `condition` holds."""

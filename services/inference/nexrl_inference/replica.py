@@ -8,14 +8,15 @@ from typing import Protocol
 import grpc
 from prometheus_client import Counter, Gauge
 
-from nexrl.errors import NexrlError
+from nexrl.errors import NexrlError, UnavailableError
 from nexrl.rpc.client import call, new_request_id
 from nexrl.v1 import policy_pb2
 from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.manifest import Manifest
 from nexrl.weights.metrics import POLICY_VERSION
-from nexrl.weights.receiver import StagedWeights, WeightReceiver
+from nexrl.weights.published import PublishedVersions
+from nexrl.weights.receiver import NO_VERSION, StagedWeights, WeightReceiver
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl_inference.requests import GenerationRequest, GenerationResult
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.2
+PAUSE_SECONDS = 1.0
+"""Least time between two attempts to take a version from the shared folder."""
 
 RUNNING = Gauge("nexrl_inference_inflight_requests", "Completions being generated.")
 TOKENS = Counter("nexrl_inference_tokens_total", "Tokens generated.")
@@ -47,12 +50,25 @@ class Engine(Protocol):
 
 
 class Replica:
-    """Serves a version only after it was committed and while it holds it."""
+    """Serves a version only after it was committed and while it holds it.
 
-    def __init__(self, engine: Engine, receiver: WeightReceiver, identity: policy_pb2.Replica) -> None:
+    The engine loads one version at a time, and only then the receiver says that it is served. What a sync commits is
+    loaded in any case; what the shared folder has, only if no sync has brought anything since weight sync named it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: WeightReceiver,
+        identity: policy_pb2.Replica,
+        published: PublishedVersions | None = None,
+    ) -> None:
+        """`published`: the folder shared with the trainer, to catch up from while registered; None for none."""
         self._engine = engine
         self._receiver = receiver
         self._identity = identity
+        self._published = published
+        self._loading = asyncio.Lock()
         self._changed = asyncio.Event()
         self._first_commit = asyncio.Event()
         RUNNING.set_function(lambda: engine.active_rows)
@@ -67,27 +83,21 @@ class Replica:
         """Receive a version beside the one being served; gives the digest of what arrived."""
         try:
             return await self._receiver.receive(sync_id, rendezvous, manifest)
-        except NexrlError:
-            self._changed.set()  # it was put out of the group: register again at once
+        except UnavailableError:
+            # It was put out of the group: register again at once. Not when the weights did not fit: they will not fit
+            # the next attempt either, and that one must go on without this replica.
+            self._changed.set()
             raise
 
     async def commit(self, sync_id: str) -> None:
         """Serve the version that `sync_id` brought, from the next decode step on. Once more is once."""
-        staged = await self._receiver.take(sync_id)
-        if staged is not None:
-            await self.serve(staged)
+        # A task of its own: a caller that gives up must not leave it open what the engine serves.
+        await asyncio.shield(asyncio.create_task(self._commit(sync_id)))
 
     async def serve(self, weights: StagedWeights) -> None:
         """Serve `weights` from the next decode step on."""
-        try:
-            await self._engine.load(weights)
-        except NexrlError:
-            self._receiver.mark_lost()
-            self._changed.set()
-            raise
-        self._receiver.mark_served(weights)
-        POLICY_VERSION.labels("inference").set(weights.policy_version)
-        self._first_commit.set()
+        async with self._loading:
+            await self._load(weights)
 
     def state(self) -> policy_pb2.Replica:
         """The replica as it sees itself."""
@@ -112,26 +122,74 @@ class Replica:
         await self._first_commit.wait()
 
     async def keep_registered(self, channel: grpc.aio.Channel, model_tag: str) -> None:
-        """Hold a place among the replicas for as long as the task lives, and give it up at its end."""
+        """Hold a place among the replicas for as long as the task lives, and give it up at its end.
+
+        A committed version that is newer than what is served is taken from the shared folder, if there is one.
+        """
         try:
-            while True:
-                self._changed.clear()
-                next_seconds = await self._register(channel, model_tag)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), next_seconds)
+            async with asyncio.TaskGroup() as tasks:
+                await self._renew(channel, model_tag, tasks)
         finally:
             request = pb.DeregisterReplicaRequest(
                 request_id=new_request_id(), model_tag=model_tag, replica_id=self._identity.replica_id
             )
             await call(WeightSyncServiceStub(channel).DeregisterReplica, request, timeout_seconds=1.0)
 
-    async def _register(self, channel: grpc.aio.Channel, model_tag: str) -> float:
+    async def _renew(self, channel: grpc.aio.Channel, model_tag: str, tasks: asyncio.TaskGroup) -> None:
+        catching_up: asyncio.Task[None] | None = None
+        while True:
+            self._changed.clear()
+            served = self.digest
+            answer = await self._register(channel, model_tag)
+            if self._is_behind(answer) and (catching_up is None or catching_up.done()):
+                # Beside it: a lease must not end because the storage is slow.
+                catching_up = tasks.create_task(self._catch_up(answer, served))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), answer.lease_seconds / 3)
+
+    async def _commit(self, sync_id: str) -> None:
+        async with self._loading:
+            staged = await self._receiver.take(sync_id)
+            if staged is not None:
+                await self._load(staged)
+
+    async def _load(self, weights: StagedWeights) -> None:
+        try:
+            await self._engine.load(weights)
+        except BaseException:
+            self._receiver.mark_lost()
+            self._changed.set()
+            raise
+        self._receiver.mark_served(weights)
+        POLICY_VERSION.labels("inference").set(weights.policy_version)
+        self._first_commit.set()
+
+    def _is_behind(self, answer: pb.RegisterReplicaResponse) -> bool:
+        return self._published is not None and answer.committed_version > self._receiver.policy_version
+
+    async def _catch_up(self, answer: pb.RegisterReplicaResponse, served: str) -> None:
+        """Serve the committed version from the shared folder, if its turn comes while the digest `served` is served."""
+        assert self._published is not None
+        policy_version = answer.committed_version
+        try:
+            weights = await self._receiver.read(self._published, policy_version, answer.committed_digest)
+            async with self._loading:
+                if self.digest != served:  # a sync was faster; what it brought is at least as new
+                    return
+                await self._load(weights)
+        except NexrlError as error:
+            log.warning("version %d is not taken from the shared folder: %s", policy_version, error)
+            await asyncio.sleep(PAUSE_SECONDS)  # until this ends, nobody tries again
+        else:
+            log.info("version %d is taken from the shared folder", policy_version)
+            self._changed.set()
+
+    async def _register(self, channel: grpc.aio.Channel, model_tag: str) -> pb.RegisterReplicaResponse:
         request = pb.RegisterReplicaRequest(
             request_id=new_request_id(), model_tag=model_tag, replica=self.state(), digest=self.digest
         )
         try:
-            answer = await call(WeightSyncServiceStub(channel).RegisterReplica, request, timeout_seconds=CALL_SECONDS)
+            return await call(WeightSyncServiceStub(channel).RegisterReplica, request, timeout_seconds=CALL_SECONDS)
         except NexrlError as error:
             log.warning("registration: %s", error)
-            return RETRY_SECONDS
-        return answer.lease_seconds / 3
+            return pb.RegisterReplicaResponse(committed_version=NO_VERSION, lease_seconds=3 * RETRY_SECONDS)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 from prometheus_client import Gauge
@@ -270,7 +270,7 @@ class TrainWorker:
 
     async def _step(self, batch: pb.TrainBatch) -> None:
         step = self.learner.step
-        with self._phase("train"):
+        with self._phase("train") as training:
             async with self.weights_lock:
                 arrays = decode_train_batch(batch.tensors)
                 metrics = await self.in_torch_thread(lambda: self.learner.train(arrays))
@@ -288,7 +288,8 @@ class TrainWorker:
         self._is_checkpoint_wanted = answer.checkpoint_wanted
         self._acked_steps = self.learner.step
         STEP.set(self.learner.step)
-        await asyncio.gather(self._post({**batch.metrics, **metrics.figures()}), self.publish())
+        figures = {**batch.metrics, **metrics.figures(), "train_seconds": training.seconds}
+        await asyncio.gather(self._post(figures), self.publish())
 
     async def _post(self, metrics: Mapping[str, float]) -> None:
         await self._activity.post_metrics(self.learner.step, metrics)
@@ -305,16 +306,20 @@ class _Phase:
     """Names what the worker does while the block runs, and times it."""
 
     def __init__(self, worker: TrainWorker, activity: ActivityTracker, name: str, waiting_on: str) -> None:
+        self.seconds = 0.0
+        """How long the block took, once it has ended."""
         self._worker, self._name = worker, name
         self._work = activity.track(name, waiting_on)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._work.__enter__()
         self._worker.doing, self._began = self._name, time.monotonic()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._worker.doing = "idle"
-        STEP_SECONDS.labels(self._name).set(time.monotonic() - self._began)
+        self.seconds = time.monotonic() - self._began
+        STEP_SECONDS.labels(self._name).set(self.seconds)
         self._work.__exit__(kind, error, traceback)

@@ -12,6 +12,7 @@ from nexrl.spec import ExperimentSpec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
 from nexrl_trainer.loop import Checkpoints, TrainWorker
@@ -39,6 +40,7 @@ async def start(process: ServiceProcess) -> None:
         model_tag=spec.model.tag,
         bucket_bytes=spec.weight_sync.bucket_bytes,
         timeout_seconds=spec.weight_sync.timeout_seconds,
+        published=PublishedVersions(Path(shared), spec.model.tag) if (shared := spec.weight_sync.path) else None,
     )
     process.on_close(publisher.close)
     checkpoints = run_checkpoints(process.settings.run_dir, spec)

@@ -33,7 +33,12 @@ class WeightSyncServicer(WeightSyncServiceServicer):
     async def RegisterReplica(self, request: pb.RegisterReplicaRequest, context: Context) -> pb.RegisterReplicaResponse:
         self._require_tag(request.model_tag)
         await self._weight_sync.register(_replica_from_wire(request.replica, request.digest))
-        return pb.RegisterReplicaResponse(committed_version=self._committed_version, lease_seconds=self._lease_seconds)
+        committed = self._weight_sync.coordinator.committed
+        return pb.RegisterReplicaResponse(
+            committed_version=committed.policy_version,
+            committed_digest=committed.digest,
+            lease_seconds=self._lease_seconds,
+        )
 
     async def DeregisterReplica(
         self, request: pb.DeregisterReplicaRequest, context: Context

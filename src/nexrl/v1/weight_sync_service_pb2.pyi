@@ -85,17 +85,21 @@ class RegisterReplicaResponse(google.protobuf.message.Message):
 
     COMMITTED_VERSION_FIELD_NUMBER: builtins.int
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    COMMITTED_DIGEST_FIELD_NUMBER: builtins.int
     committed_version: builtins.int
     """The committed version; -1 when there is none yet."""
     lease_seconds: builtins.float
     """Register again within this many seconds."""
+    committed_digest: builtins.str
+    """Digest of the committed version; empty when there is none yet. Only these bytes may be taken from a shared folder."""
     def __init__(
         self,
         *,
         committed_version: builtins.int = ...,
         lease_seconds: builtins.float = ...,
+        committed_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed_version", b"committed_version", "lease_seconds", b"lease_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_digest", b"committed_digest", "committed_version", b"committed_version", "lease_seconds", b"lease_seconds"]) -> None: ...
 
 Global___RegisterReplicaResponse: typing_extensions.TypeAlias = RegisterReplicaResponse
 

@@ -14,6 +14,7 @@ from nexrl.rpc.client import call, is_passing, new_request_id, watch
 from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.weights.codec import manifest_to_wire, rendezvous_from_wire
 from nexrl.weights.packing import Snapshot, snapshot
+from nexrl.weights.published import PublishedVersions
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Sender
 
@@ -27,6 +28,8 @@ WAIT_SECONDS = 30.0
 MARGIN_SECONDS = 10.0
 FIRST_BACKOFF_SECONDS = 0.05
 REPUBLISH_SECONDS = 1.0
+CATCH_UP_SECONDS = 10.0
+"""Time in which a replica may take the committed version from the shared folder before all are given it again."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class WeightPublisher:
     """Publishes versions of one model tag, one at a time.
 
     It keeps a packed copy of the newest one in host memory: the copy is what is broadcast, so that training may change
-    the weights meanwhile, and a replica that joins later can be served at any time.
+    the weights meanwhile, and a replica that joins later can be served at any time. With a shared folder it writes each
+    committed version there, too, and broadcasts again only for a replica that did not help itself.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class WeightPublisher:
         model_tag: str,
         bucket_bytes: int,
         timeout_seconds: float,
+        published: PublishedVersions | None = None,
     ) -> None:
         """`bucket_bytes` and `timeout_seconds` (for one sync): spec.weightSync. The sender is closed by `close`."""
         self._stub = stub
@@ -62,6 +67,7 @@ class WeightPublisher:
         self._model_tag = model_tag
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
+        self._published = published
         self.newest_version: int | None = None
         """For the next `publish`, after a resume: the newest version that can be made of what the ledger holds."""
         self._one_at_a_time = asyncio.Lock()
@@ -70,6 +76,8 @@ class WeightPublisher:
         self._replicas_changed = asyncio.Event()
         self._views = 0
         self._sync_id = ""
+        self._unshared: Snapshot | None = None
+        self._has_unshared = asyncio.Event()
 
     async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Publication:
         """Bring `policy_version` to the replicas; returns when at least one serves it.
@@ -97,6 +105,7 @@ class WeightPublisher:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_replicas())
             tasks.create_task(self._republish())
+            tasks.create_task(self._share())
 
     async def close(self) -> None:
         """Leave the broadcast group and stop listening."""
@@ -160,7 +169,12 @@ class WeightPublisher:
             request_id=new_request_id(), model_tag=self._model_tag, sync_id=prepared.sync_id, transferred=transferred
         )
         # Twice: the replicas have this time to finish receiving, and again to begin to serve.
-        return await call(self._stub.CommitSync, request, timeout_seconds=2 * self._timeout_seconds + MARGIN_SECONDS)
+        answer = await call(self._stub.CommitSync, request, timeout_seconds=2 * self._timeout_seconds + MARGIN_SECONDS)
+        if answer.committed and self._published is not None:
+            # Not beside the broadcast, which would have less of processors and memory: measured, half as long again.
+            self._unshared = packed
+            self._has_unshared.set()
+        return answer
 
     async def _broadcast(self, packed: Snapshot, rendezvous: Rendezvous) -> bool:
         if not self._sync_id:
@@ -194,20 +208,45 @@ class WeightPublisher:
             self._sync_id = ""
             self._sender.close_group()
 
+    async def _share(self) -> None:
+        """Write what is committed to the shared folder; of versions that come faster than it takes them, the newest."""
+        while self._published is not None:
+            await self._has_unshared.wait()
+            self._has_unshared.clear()
+            packed, self._unshared = self._unshared, None
+            assert packed is not None
+            try:
+                await asyncio.to_thread(self._published.write, packed)
+            except UnavailableError as error:
+                log.warning("%s", error)
+
     async def _republish(self) -> None:
         while True:
             await self._replicas_changed.wait()
             self._replicas_changed.clear()
+            if self._published is not None and not await self._has_replica_that_stays_stale():
+                continue
             if not await self._serve_stale_replicas():
                 # A failure need not change the replicas: without this there might be no other occasion.
                 await asyncio.sleep(REPUBLISH_SECONDS)
                 self._replicas_changed.set()
 
+    async def _has_replica_that_stays_stale(self) -> bool:
+        """True when a replica that lacks the version still does after CATCH_UP_SECONDS."""
+        stale = self._stale_replica_ids()
+        if not stale:
+            return False
+        await asyncio.sleep(CATCH_UP_SECONDS)
+        stale_now = self._stale_replica_ids()
+        if stale_now - stale:  # who came meanwhile has the same time
+            self._replicas_changed.set()
+        return bool(stale_now & stale)
+
     async def _serve_stale_replicas(self) -> bool:
         """Publish the committed version again if a replica lacks it; False when that failed."""
         async with self._one_at_a_time:
             packed = self._snapshot
-            if packed is None or not self._has_stale_replica(packed.manifest.policy_version):
+            if packed is None or not self._stale_replica_ids():
                 return True
             log.info("version %d again, for a replica that lacks it", packed.manifest.policy_version)
             try:
@@ -217,10 +256,12 @@ class WeightPublisher:
                 return False
             return answer.committed
 
-    def _has_stale_replica(self, policy_version: int) -> bool:
+    def _stale_replica_ids(self) -> set[str]:
+        """Replicas that the version in memory would help."""
         # Below it, weight sync has forgotten the version, as its Redis lost what was stored last: no replica is ready.
-        is_newest = self._replicas.committed_version <= policy_version
-        return is_newest and any(not replica.ready for replica in self._replicas.replicas)
+        if self._snapshot is None or self._replicas.committed_version > self._snapshot.manifest.policy_version:
+            return set()
+        return {replica.replica_id for replica in self._replicas.replicas if not replica.ready}
 
     async def _state(self) -> pb.GetWeightSyncStateResponse:
         request = pb.GetWeightSyncStateRequest(model_tag=self._model_tag)

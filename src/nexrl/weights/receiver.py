@@ -9,6 +9,7 @@ from torch import Tensor
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 from nexrl.weights.manifest import Manifest, TensorSpec, refuse_misfit
 from nexrl.weights.packing import allocate, digest, unpack
+from nexrl.weights.published import PublishedVersions
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Receiver
 
@@ -17,7 +18,10 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """A received version: the tensors are packed in `buffers`. `digest` is that of the bytes that arrived."""
+    """A received version: the tensors are packed in `buffers`. `digest` is that of the bytes that arrived.
+
+    `sync_id` is empty when no sync brought it.
+    """
 
     sync_id: str
     manifest: Manifest
@@ -74,6 +78,20 @@ class WeightReceiver:
         if self._newest_sync_id == sync_id:
             self._staged = StagedWeights(sync_id, manifest, buffers, arrived)
         return arrived
+
+    async def read(self, published: PublishedVersions, policy_version: int, digest: str) -> StagedWeights:
+        """Read a version from the shared folder, to be loaded; what a sync stages meanwhile is left alone.
+
+        Raises NotFoundError when it is not there, FailedPreconditionError when what is there is not whole, or not that
+        of `digest`, InvalidArgumentError when it does not fit the model.
+        """
+        manifest = await asyncio.to_thread(published.manifest, policy_version)
+        if manifest.digest != digest:
+            raise FailedPreconditionError(f"weights: version {policy_version} is published with other bytes")
+        refuse_misfit(manifest, self._expected)
+        buffers = self._allocate(manifest)
+        await asyncio.to_thread(published.read, manifest, buffers)
+        return StagedWeights("", manifest, buffers, manifest.digest)
 
     async def take(self, sync_id: str) -> StagedWeights | None:
         """What `sync_id` staged, to be loaded; None when it is served already. Call `mark_served` once it is loaded.
