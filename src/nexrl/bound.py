@@ -1,7 +1,7 @@
-"""Run a command that cannot outlive its parent: `python bound.py PARENT_PID COMMAND…`.
+"""Processes that cannot outlive their parent, however that ends.
 
-The kernel kills this process when the parent ends, however it ends (prctl(2), PR_SET_PDEATHSIG), and the setting
-survives exec. Needs nothing but the standard library, so that it starts fast.
+`python bound.py PARENT_PID COMMAND…` runs such a command: the setting (prctl(2), PR_SET_PDEATHSIG) survives exec. Needs
+nothing but the standard library, so that it starts fast.
 """
 
 import ctypes
@@ -12,12 +12,17 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int, command: list[str]) -> None:
-    """Bind to `parent`, then become `command`."""
+def bind(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which started it, ends; end it now if that has happened."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent:  # it ended before the kernel knew
-        sys.exit("the launcher has ended")
+        sys.exit(f"process {parent}, which started this one, has ended")
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Bind to `parent`, then become `command`."""
+    bind(parent)
     os.execvp(command[0], command)
 
 

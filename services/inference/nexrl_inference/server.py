@@ -1,6 +1,7 @@
 """Starts an inference replica with the built-in engine."""
 
 import asyncio
+from pathlib import Path
 
 import torch
 from aiohttp import web
@@ -15,6 +16,7 @@ from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from nexrl.weights.manifest import TensorSpec
 from nexrl.weights.packing import tensor_specs
+from nexrl.weights.published import PublishedVersions
 from nexrl.weights.receiver import WeightReceiver
 from nexrl_inference.engine import Engine
 from nexrl_inference.engine_thread import EngineThread
@@ -63,7 +65,7 @@ async def _start_builtin(process: ServiceProcess, identity: policy_pb2.Replica) 
     process.spawn(engine.wait_ended())
     receiver = WeightReceiver(tensor_specs(iter_weights(model)))
     process.on_close(lambda: asyncio.to_thread(receiver.close))
-    replica = Replica(engine, receiver, identity)
+    replica = Replica(engine, receiver, identity, published_versions(spec))
     identity.http_url = await serve_http(process, OpenAIApi(replica, tokenizer, spec.model.tag).application())
     return replica
 
@@ -83,7 +85,7 @@ async def _start_vllm(process: ServiceProcess, identity: policy_pb2.Replica) -> 
     )
     receiver = WeightReceiver(await asyncio.to_thread(_weight_specs, spec.model), VllmEngine.allocate)
     process.on_close(lambda: asyncio.to_thread(receiver.close))
-    replica = Replica(engine, receiver, identity)
+    replica = Replica(engine, receiver, identity, published_versions(spec))
     identity.http_url = await serve_http(process, vllm_api(replica, server))
     await server.wait_until_it_answers()
     return replica
@@ -97,6 +99,12 @@ def _weight_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
 def limits(spec: ExperimentSpec) -> Limits:
     """The engine's limits, as the experiment sets them."""
     return Limits(max_rows=spec.inference.max_rows, max_tokens_per_row=row_tokens(spec))
+
+
+def published_versions(spec: ExperimentSpec) -> PublishedVersions | None:
+    """The folder shared with the trainer, if the experiment has one."""
+    path = spec.weight_sync.path
+    return PublishedVersions(Path(path), spec.model.tag) if path else None
 
 
 async def serve_http(process: ServiceProcess, application: web.Application) -> str:

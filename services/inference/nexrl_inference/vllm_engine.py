@@ -84,8 +84,12 @@ class VllmEngine:
     async def load(self, weights: StagedWeights) -> None:
         """Serve `weights`. What is in flight goes on with them (keep, abort) or ends before (wait).
 
-        After an error whatever is in flight gets UnavailableError, and so does who asks, until a load succeeds.
+        Raises UnavailableError when they could not be loaded whole. Whatever is in flight gets it then, too, and so
+        does who asks, until a load succeeds. Goes on when the caller does not wait for it any longer.
         """
+        await asyncio.shield(self._load_next(weights))
+
+    async def _load_next(self, weights: StagedWeights) -> None:
         assert isinstance(weights.buffers, SharedBuffers)
         async with self._loading:
             try:
@@ -98,17 +102,22 @@ class VllmEngine:
             self._version, self._is_whole = weights.policy_version, True
 
     async def _load(self, manifest: Manifest, path: str) -> None:
-        post = self._server.post
-        # The caches are cleared: what is in flight is computed again, so that its log-probabilities are the new ones'.
-        await post(f"/pause?mode={self._in_flight}&clear_cache=true")
+        post, update = self._server.post, {"path": path, "manifest": manifest_to_json(manifest)}
         try:
+            # With cleared caches what is in flight is computed again: its log-probabilities are the new weights'.
+            await post(f"/pause?mode={self._in_flight}&clear_cache=true")
             await post("/start_weight_update")
-        except NexrlError:  # another one has begun and not ended
-            await post("/finish_weight_update")
-            await post("/start_weight_update")
-        await post("/update_weights", {"update_info": {"path": path, "manifest": manifest_to_json(manifest)}})
-        await post("/finish_weight_update", {"weight_version": str(manifest.policy_version)})
-        await post("/resume")
+            await post("/update_weights", {"update_info": update})
+            results = (await post("/collective_rpc", {"method": "nexrl_failure"}))["results"]
+            failures = sorted({failure for worker in results for failure in worker} - {""})
+            await post("/finish_weight_update", {} if failures else {"weight_version": str(manifest.policy_version)})
+            if not failures:
+                await post("/resume")
+        except NexrlError:  # its workers may disagree about what was asked last
+            self._server.kill()
+            raise
+        if failures:
+            raise UnavailableError(f"version {manifest.policy_version} could not be loaded: {'; '.join(failures)}")
 
     async def _complete(self, request: GenerationRequest, seed: int) -> Completion:
         """One completion, in as many parts as weight syncs that abort what is in flight make of it."""

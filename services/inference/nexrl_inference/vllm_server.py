@@ -82,6 +82,11 @@ class VllmServer:
         except TimeoutError:
             raise UnavailableError(f"vLLM did not answer within {START_SECONDS:.0f} s; its log is above") from None
 
+    def kill(self) -> None:
+        """End it at once, with its workers; `wait_ended` tells."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     async def wait_ended(self) -> None:
         """Raise UnavailableError when the server has ended by itself."""
         code = await self._process.wait()
@@ -95,8 +100,7 @@ class VllmServer:
                 self._process.send_signal(signal.SIGTERM)
                 async with asyncio.timeout(STOP_SECONDS):
                     await self._process.wait()
-        with contextlib.suppress(ProcessLookupError):  # what is left of its process group
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()  # what is left of its process group
         await self._process.wait()
 
     async def _is_up(self) -> bool:
@@ -122,7 +126,7 @@ async def start_vllm(spec: ExperimentSpec) -> VllmServer:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
         *command(spec, folder / "model", socket),
-        env={**os.environ, **environment(spec)},
+        env=environment(spec),
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -136,8 +140,9 @@ async def start_vllm(spec: ExperimentSpec) -> VllmServer:
 
 
 def environment(spec: ExperimentSpec) -> dict[str, str]:
-    """What the server finds in its environment besides ours."""
-    variables = {**QUIET, "OMP_NUM_THREADS": str(spec.inference.threads), "VLLM_SERVER_DEV_MODE": "1"}
+    """What the server finds in its environment: ours without our settings, which include secrets."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NEXRL_")}
+    variables = {**inherited, **QUIET, "OMP_NUM_THREADS": str(spec.inference.threads), "VLLM_SERVER_DEV_MODE": "1"}
     return variables if _has_gpu() else {**variables, **ON_A_CPU}
 
 
@@ -159,6 +164,7 @@ def command(spec: ExperimentSpec, model: Path, socket: Path) -> Sequence[str]:
         *("--data-parallel-size", str(inference.data_parallel)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", f'{{"backend": "{PLUGIN}"}}'),
+        *("--worker-extension-cls", "nexrl.weights.vllm_plugin.Worker"),
         *("--generation-config", "vllm"),
         "--enable-scale-out",
         *on_a_cpu,

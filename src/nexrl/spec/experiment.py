@@ -461,6 +461,11 @@ class WeightSyncSpec(Section):
     bucket_bytes: int = Field(
         default=64 * 2**20, ge=1024, le=2**30, description="Size (bytes) of the packed buckets that are broadcast."
     )
+    path: Location | None = Field(
+        default=None,
+        description="Folder that trainer and replicas share, relative to this file: the newest two versions are written"
+        " there, and a replica that comes late reads the committed one there. None = it is broadcast to all again.",
+    )
     in_flight: Literal["keep", "wait", "abort"] = Field(
         default="keep",
         description="What a new version means for completions being generated. keep: they go on with it, their keys "

@@ -6,6 +6,8 @@ Here it becomes what vLLM serves. So no worker waits for a network, and a sender
 vLLM finds `register` by the entry point of this package in the group `vllm.general_plugins`.
 """
 
+import logging
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,15 +18,33 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from nexrl.bound import bind
 from nexrl.weights.manifest import Manifest
 from nexrl.weights.packing import named_chunks
 from nexrl.weights.shared import PLUGIN, manifest_from_json, open_shared
 
+log = logging.getLogger(__name__)
+
 
 def register() -> None:
-    """Make the backend known to vLLM, as `--weight-transfer-config '{"backend": "nexrl"}'`. Once more is once."""
+    """Make the backend known to vLLM, as `--weight-transfer-config '{"backend": "nexrl"}'`. Once more is once.
+
+    In each of vLLM's processes. Those that another of them has started end with it: left alone, they would go on.
+    """
+    if parent := multiprocessing.parent_process():
+        bind(parent.pid or 0)
     if PLUGIN not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(PLUGIN, StagedWeightsEngine)
+
+
+class Worker:
+    """What our backend adds to vLLM's workers (`--worker-extension-cls`)."""
+
+    weight_transfer_engine: "StagedWeightsEngine"
+
+    def nexrl_failure(self) -> list[str]:
+        """Why this worker does not hold the newest version: one text, empty when it does."""
+        return [self.weight_transfer_engine.failure]
 
 
 @dataclass
@@ -49,23 +69,32 @@ class StagedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """There is nothing to set up."""
 
+    failure = "no version was loaded"
+    """Why the model does not hold the newest version; empty when it does. See `Worker.nexrl_failure`."""
+
     def start_weight_update(self) -> None:
         """Make room for the new weights, layer by layer."""
+        self.failure = "no version was loaded"
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the version. Raises RuntimeError when a byte or a parameter is missing or another one.
+        """Load every tensor of the version; notes a `failure` when a byte or a parameter is missing or another one.
 
-        The model is then complete in form, though not in value: vLLM survives it, and can be given a version again.
+        It raises nothing: of several workers that fail together vLLM takes one answer, and then takes those of the
+        others for answers to what is asked next.
         """
         try:
             self._load(update_info.path, manifest_from_json(update_info.manifest))
-        except BaseException:
-            self.finish_weight_update()
-            raise
+            self.failure = ""
+        except Exception as error:
+            log.exception("a version could not be loaded")
+            self.failure = f"{type(error).__name__}: {error}"
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in the form that the kernels want."""
+        """Put the new weights in the form that the kernels want.
+
+        After a failure, too: the model is then complete in form, though not in value, and can be given a version again.
+        """
         finalize_layerwise_reload(self.model, self.model_config)
         # On a CPU the head is packed when it is loaded, and a tied one is not loaded: it would stay as it was.
         for module in self.model.modules():

@@ -1,0 +1,183 @@
+"""The engine on a real vLLM: two by two workers, an untied model, one server for all tests of this file."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+import torch
+
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from nexrl.spec import Experiment
+from nexrl_inference.requests import GenerationRequest, GenerationResult
+from nexrl_inference.vllm_engine import VllmEngine
+from nexrl_inference.vllm_server import VllmServer, start_vllm
+from tests.support.vllm import POSITIONS, Reference, random_prompt, staged, untied_qwen, vllm_experiment, weights_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+
+@dataclass
+class Deployed:
+    """The engine and its server, the weights of each version, and the model that judges."""
+
+    engine: VllmEngine
+    server: VllmServer
+    experiment: Experiment
+    reference: Reference
+    chance: random.Random
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        return weights_of(self.experiment.spec.model, version)
+
+    async def load(self, version: int) -> None:
+        await self.engine.load(staged(self.weights(version).items(), version))
+
+    async def generate(self, **fields: object) -> GenerationResult:
+        values = {"request_id": "r", "prompt_ids": tuple(random_prompt(self.chance)), "max_new_tokens": 24, **fields}
+        return await self.engine.generate(GenerationRequest(**values))  # type: ignore[arg-type]
+
+    def judge(self, result: GenerationResult, *versions: int) -> None:
+        """Every log-probability is that of its version, and the versions are these."""
+        known = {version: self.weights(version) for version in versions}
+        for completion in result.completions:
+            assert set(completion.policy_versions) <= set(versions)
+            self.reference.require_equal(
+                known, result.prompt_ids, completion.token_ids, completion.logprobs, completion.policy_versions
+            )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployed]:
+    model = untied_qwen(tmp_path_factory.mktemp("model"))
+    experiment = vllm_experiment(model, tensorParallel=2, dataParallel=2)
+    server = await start_vllm(experiment.spec)
+    engine = VllmEngine(server, row_tokens=POSITIONS, eos_token_ids=[], in_flight="keep", seed=0)
+    try:
+        with pytest.raises(FailedPreconditionError, match="no policy version"):
+            await engine.generate(GenerationRequest("early", (5,), 4))
+        await server.wait_until_it_answers()
+        yield Deployed(engine, server, experiment, Reference(experiment.spec.model), random.Random(0))
+    finally:
+        await server.close()
+
+
+@pytest.fixture(autouse=True)
+def kept(deployed: Deployed) -> None:
+    deployed.engine._in_flight = "keep"
+
+
+async def test_log_probs_are_those_of_a_forward_pass_on_every_worker(deployed: Deployed) -> None:
+    for version in (1, 2):
+        await deployed.load(version)
+        results = await asyncio.gather(*(deployed.generate(n=2) for _ in range(6)))  # on all workers
+        for result in results:
+            deployed.judge(result, version)
+
+
+async def test_sampled_tokens_have_the_log_probs_of_the_distribution_they_were_drawn_from(deployed: Deployed) -> None:
+    await deployed.load(3)
+    result = await deployed.generate(temperature=0.5)
+    (completion,) = result.completions
+    cold = {name: tensor * (2.0 if name == "lm_head.weight" else 1.0) for name, tensor in deployed.weights(3).items()}
+    wanted = deployed.reference.logprobs(cold, result.prompt_ids, completion.token_ids)
+    assert (torch.tensor(completion.logprobs) - wanted).abs().max() < 1e-3
+
+
+async def test_a_seed_draws_the_same_tokens_again(deployed: Deployed) -> None:
+    await deployed.load(4)
+    prompt = tuple(random_prompt(deployed.chance))
+    first = await deployed.generate(prompt_ids=prompt, n=3, seeds=(7, 8, 9))
+    again = await deployed.generate(prompt_ids=prompt, n=2, seeds=(9, 7))
+    tokens = [completion.token_ids for completion in first.completions]
+    assert [completion.token_ids for completion in again.completions] == [tokens[2], tokens[0]]
+    assert [completion.seed for completion in first.completions] == [7, 8, 9]
+
+
+async def test_a_completion_ends_at_its_limit_and_at_the_rows_end(deployed: Deployed) -> None:
+    await deployed.load(5)
+    result = await deployed.generate(max_new_tokens=3, n=4)
+    assert [(len(c.token_ids), c.finish_reason) for c in result.completions] == [(3, "length")] * 4
+    long = tuple(random_prompt(deployed.chance, POSITIONS - 2))
+    result = await deployed.generate(prompt_ids=long, max_new_tokens=50)
+    assert len(result.completions[0].token_ids) == 2
+    with pytest.raises(InvalidArgumentError, match="must fit"):
+        await deployed.generate(prompt_ids=(*long, 5, 5))
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
+async def test_requests_in_flight_meet_new_weights_as_the_experiment_says(deployed: Deployed, in_flight: str) -> None:
+    deployed.engine._in_flight = in_flight
+    has_spanned = False
+    while not has_spanned:  # whoever is done before the load has nothing to show
+        await deployed.load(6)
+        requests = [asyncio.create_task(deployed.generate(max_new_tokens=240, n=2)) for _ in range(4)]
+        await until_it_samples(deployed)
+        await deployed.load(7)
+        results = await asyncio.gather(*requests)
+        for result in results:
+            deployed.judge(result, 6, 7)
+        spans = [set(completion.policy_versions) for result in results for completion in result.completions]
+        if in_flight == "wait":
+            assert spans == [{6}] * 8
+            break
+        has_spanned = {6, 7} in spans
+    deployed.judge(await deployed.generate(), 7)
+
+
+async def test_weights_that_are_not_what_was_sent_are_never_served(deployed: Deployed) -> None:
+    await deployed.load(8)
+    flipped = staged(deployed.weights(9).items(), 9)
+    flipped.buffers[1][100] ^= 1
+    waiting = asyncio.create_task(deployed.generate(max_new_tokens=200))
+    await until_it_samples(deployed)
+    with pytest.raises(UnavailableError, match="other bytes"):
+        await deployed.engine.load(flipped)
+    with pytest.raises(UnavailableError, match="not whole"):
+        await waiting
+    with pytest.raises(UnavailableError, match="not whole"):
+        await deployed.generate()
+    await deployed.load(10)
+    deployed.judge(await deployed.generate(n=4), 10)
+
+
+@pytest.mark.parametrize("missing", ["lm_head.weight", "model.norm.weight"])
+async def test_a_version_without_one_of_its_tensors_is_never_served(deployed: Deployed, missing: str) -> None:
+    await deployed.load(11)
+    with pytest.raises(UnavailableError, match="nothing was sent for"):
+        await deployed.engine.load(staged(((n, t) for n, t in deployed.weights(12).items() if n != missing), 12))
+    with pytest.raises(UnavailableError, match="not whole"):
+        await deployed.generate()
+    await deployed.load(13)
+    deployed.judge(await deployed.generate(n=4), 13)
+
+
+async def test_a_cancelled_request_ends_in_vllm(deployed: Deployed) -> None:
+    await deployed.load(14)
+    request = asyncio.create_task(deployed.generate(max_new_tokens=240, n=4))
+    await until_it_samples(deployed)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    await until(lambda requests: requests == 0, deployed)
+    assert deployed.engine.active_rows == 0
+
+
+async def until_it_samples(deployed: Deployed) -> None:
+    await until(lambda requests: requests > 0, deployed)
+
+
+async def until(is_met: Callable[[float], bool], deployed: Deployed) -> None:
+    """Wait for a number of requests in vLLM: only it knows."""
+    async with asyncio.timeout(30):
+        while not is_met(await running(deployed)):
+            pass
+
+
+async def running(deployed: Deployed) -> float:
+    """Requests that vLLM works on, by its own count."""
+    async with deployed.server.open("GET", "/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
