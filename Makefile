@@ -91,8 +91,8 @@ test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
 	$(BIN)/pytest -n 1 -m 'e2e and $(DEFAULT_TESTS)'
 
 .PHONY: test-vllm
-test-vllm: $(VLLM_INSTALLED) ## The tests on a real vLLM, in .venv-vllm; none of them skips
-	.venv-vllm/bin/pytest -m vllm tests/vllm
+test-vllm: $(VLLM_INSTALLED) ## The tests on a real vLLM, in .venv-vllm; none skips. KILLS=30 SEED=0
+	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
 
 .PHONY: redis-servers
 redis-servers: $(INSTALLED) ## Fetch Redis 7 (from Debian) and Valkey into ~/.cache/nexrl, for the tests that run on them
@@ -125,7 +125,7 @@ quickstart: $(INSTALLED) ## Train the "sort digits" example; SEED=1 for another 
 	  $(if $(SEED),model.seed=$(SEED) data.seed=$(SEED) inference.seed=$(SEED))
 
 .PHONY: bench
-bench: bench-engine bench-weights bench-loop bench-async bench-ledger ## All benchmarks
+bench: bench-engine bench-weights bench-vllm bench-loop bench-async bench-ledger ## All benchmarks
 
 .PHONY: bench-engine
 bench-engine: $(INSTALLED) ## Samples per CPU second of the built-in engine against Hugging Face's generate
@@ -142,6 +142,10 @@ bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Samples per second of the whole loo
 .PHONY: bench-async
 bench-async: $(INSTALLED) ## Samples per second in fully-async against sync, with rollouts of long-tailed length
 	$(BIN)/python benchmarks/async_vs_sync.py
+
+.PHONY: bench-vllm
+bench-vllm: $(VLLM_INSTALLED) ## A weight sync of SmolLM2 to one and two vLLM servers, against a raw broadcast
+	PYTHONPATH=. .venv-vllm/bin/python benchmarks/vllm_weight_sync.py
 
 .PHONY: bench-ledger
 bench-ledger: $(INSTALLED) $(RAY_INSTALLED) ## The ledger's throughput, latency and memory against raw Redis and a Ray actor

@@ -47,7 +47,6 @@ REDIS = "redis"
 MOST_AWAY = 1
 """Processes that are away when the next kill is made; with more, a machine of two cores only ever starts processes."""
 BACK_SECONDS = 90.0
-"""Longest time in which a process that was killed must serve again."""
 SERVES = (b'"message": "listening"', b"eady to accept connections")
 ENDS_STEPS = 10
 """Steps averaged for the first and the last reward: one batch alone is noisy."""
@@ -97,7 +96,9 @@ def schedule(seed: int, kills: int, names: Sequence[str]) -> list[Strike]:
 class Killer:
     """Makes kills by SIGKILL, and watches how long each process is away."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, back_seconds: float = BACK_SECONDS) -> None:
+        """`back_seconds`: longest time in which a process that was killed must serve again."""
+        self._back_seconds = back_seconds
         self.kills: list[Kill] = []
         self.seconds = 0.0
         """From the first kill until all was back after the last."""
@@ -148,7 +149,7 @@ class Killer:
             found.extend((name, processes[name]) for name in there if strike.is_early or name not in away)
             return bool(found)
 
-        await eventually(is_there, seconds=BACK_SECONDS)
+        await eventually(is_there, seconds=self._back_seconds)
         return found[0]
 
     async def _forget(self, redis: Process) -> None:
@@ -163,9 +164,9 @@ class Killer:
     async def _watch(self, title: str, kill: Kill, log_bytes: int) -> None:
         began = time.monotonic()
         try:
-            await eventually(lambda: self._serves(kill.name, log_bytes), seconds=BACK_SECONDS)
+            await eventually(lambda: self._serves(kill.name, log_bytes), seconds=self._back_seconds)
         except AssertionError:
-            raise AssertionError(f"{title}: {kill.name} did not come back within {BACK_SECONDS:g} s") from None
+            raise AssertionError(f"{title}: {kill.name} did not come back within {self._back_seconds:g} s") from None
         except asyncio.CancelledError:
             self._say(f"{title}  {kill.name:18s} killed again before it was back")
             raise

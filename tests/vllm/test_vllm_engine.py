@@ -107,6 +107,7 @@ async def test_a_completion_ends_at_its_limit_and_at_the_rows_end(deployed: Depl
         await deployed.generate(prompt_ids=(*long, 5, 5))
 
 
+@pytest.mark.guide("L14")
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 async def test_requests_in_flight_meet_new_weights_as_the_experiment_says(deployed: Deployed, in_flight: str) -> None:
     deployed.engine._in_flight = in_flight

@@ -150,6 +150,7 @@ async def system(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> As
         yield system
 
 
+@pytest.mark.guide("L9", "L10")
 async def test_log_probs_after_every_sync_are_those_of_a_forward_pass(system: System) -> None:
     for version in range(1, 4):
         await system.publish(version)
