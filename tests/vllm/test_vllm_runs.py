@@ -66,7 +66,7 @@ async def test_it_learns_with_vllm_while_replicas_come_and_go(tmp_path: Path) ->
 async def test_whatever_is_killed_at_random_instants_no_wrong_token_is_served(tmp_path: Path) -> None:
     # There is a sync at every step, so that many kills fall into one. Who does not come back fails the test.
     names = (*("trainer", "weight-sync") * 3, "inference-0", "inference-1")
-    steps = 60 + 5 * KILLS
+    steps = 60 + 2 * KILLS
     overrides = (f"trainer.steps={steps}", "inference.replicas=2", "rollout.reward=copy_digits:slow_reward")
     async with running(tmp_path, *overrides, seconds=CHAOS_SECONDS, file=EXPERIMENT) as run:
         await run.until_step(1)

@@ -739,6 +739,14 @@ class ExperimentSpec(Section):
 
     @field_validator("inference")
     @classmethod
+    def _can_do_what_a_sync_asks(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
+        weight_sync: WeightSyncSpec | None = info.data.get("weight_sync")
+        if weight_sync is not None and weight_sync.in_flight != "keep" and inference.backend != "vllm":
+            raise _refuse(f"weightSync.inFlight is {weight_sync.in_flight}, which needs backend vllm; builtin can keep")
+        return inference
+
+    @field_validator("inference")
+    @classmethod
     def _has_room_for_completions(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
         rollout: RolloutSpec | None = info.data.get("rollout")
         trainer: TrainerSpec | None = info.data.get("trainer")

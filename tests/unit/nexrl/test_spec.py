@@ -126,6 +126,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         ({"weightSync": {"stalenessThreshold": 1}}, "spec.weightSync.stalenessThreshold", ["must be 0 in mode sync"]),
         ({"resume": {"mode": "from_path"}}, "spec.resume.path", ["from_path needs path"]),
         ({"resume": {"mode": "auto", "path": "x"}}, "spec.resume.path", ["only from_path"]),
+        ({"weightSync": {"inFlight": "wait"}, "inference": {}}, "spec.inference", ["needs backend vllm"]),
         ({"inference": {"tensorParallel": 2}}, "spec.inference.tensorParallel", ["only backend vllm"]),
         ({"inference": {"backend": "vllm", "vllmArgs": ["--port=1"]}}, "spec.inference.vllmArgs", ["--port=1"]),
         ({"inference": {"url": "http://x:1"}}, "spec.inference.url", ["only backend vllm"]),
