@@ -11,6 +11,7 @@ import torch
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from nexrl.spec import Experiment
+from nexrl.weights.shared import LOADED, SharedBuffers
 from nexrl_inference.requests import GenerationRequest, GenerationResult
 from nexrl_inference.vllm_engine import VllmEngine
 from nexrl_inference.vllm_server import VllmServer, start_vllm
@@ -54,7 +55,7 @@ async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[De
     model = untied_qwen(tmp_path_factory.mktemp("model"))
     experiment = vllm_experiment(model, tensorParallel=2, dataParallel=2)
     server = await start_vllm(experiment.spec)
-    engine = VllmEngine(server, row_tokens=POSITIONS, eos_token_ids=[], in_flight="keep", seed=0)
+    engine = VllmEngine(server, experiment.spec, [])
     try:
         with pytest.raises(FailedPreconditionError, match="no policy version"):
             await engine.generate(GenerationRequest("early", (5,), 4))
@@ -142,6 +143,27 @@ async def test_weights_that_are_not_what_was_sent_are_never_served(deployed: Dep
         await deployed.generate()
     await deployed.load(10)
     deployed.judge(await deployed.generate(n=4), 10)
+
+
+async def test_every_worker_says_what_became_of_its_load(deployed: Deployed) -> None:
+    weights = staged(deployed.weights(15).items(), 15)
+    await deployed.engine.load(weights)
+    assert isinstance(weights.buffers, SharedBuffers)
+    assert weights.buffers.verdicts(5) == [*[LOADED] * 4, ""]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+async def test_a_version_that_any_worker_has_not_loaded_is_never_served(deployed: Deployed, rank: int) -> None:
+    weights = staged(deployed.weights(20).items(), 20)
+    buffers = weights.buffers
+    assert isinstance(buffers, SharedBuffers)
+    buffers.verdicts = lambda workers: [LOADED if other != rank else "" for other in range(workers)]  # type: ignore[method-assign]
+    with pytest.raises(UnavailableError, match="could not be loaded"):
+        await deployed.engine.load(weights)
+    with pytest.raises(UnavailableError, match="not whole"):
+        await deployed.generate()
+    await deployed.load(21)
+    deployed.judge(await deployed.generate(n=4), 21)
 
 
 @pytest.mark.parametrize("missing", ["lm_head.weight", "model.norm.weight"])

@@ -150,14 +150,19 @@ class Replica:
     async def _commit(self, sync_id: str) -> None:
         async with self._loading:
             staged = await self._receiver.take(sync_id)
-            if staged is not None:
+            if staged is not None and self._serves(staged):
+                self._receiver.mark_served(staged)  # sent again for another replica: nothing is to be disturbed here
+            elif staged is not None:
                 await self._load(staged)
+
+    def _serves(self, weights: StagedWeights) -> bool:
+        return (weights.policy_version, weights.digest) == (self._receiver.policy_version, self._receiver.digest)
 
     async def _load(self, weights: StagedWeights) -> None:
         try:
             await self._engine.load(weights)
         except BaseException:
-            self._receiver.mark_lost()
+            self._receiver.mark_lost(weights)
             self._changed.set()
             raise
         self._receiver.mark_served(weights)

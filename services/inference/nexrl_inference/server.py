@@ -1,4 +1,4 @@
-"""Starts an inference replica with the built-in engine."""
+"""Starts an inference replica: the built-in engine, or vLLM."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
-from nexrl.errors import FailedPreconditionError
+from nexrl.errors import FailedPreconditionError, UnavailableError
 from nexrl.models import build_empty_model, iter_weights
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec import ExperimentSpec
@@ -27,7 +27,7 @@ from nexrl_inference.scheduler import Limits
 from nexrl_inference.service import InferenceServicer
 from nexrl_inference.vllm_api import vllm_api
 from nexrl_inference.vllm_engine import VllmEngine
-from nexrl_inference.vllm_server import row_tokens, start_vllm
+from nexrl_inference.vllm_server import VllmServer, row_tokens, start_vllm
 
 
 def main() -> None:
@@ -76,19 +76,24 @@ async def _start_vllm(process: ServiceProcess, identity: policy_pb2.Replica) -> 
     process.on_close(server.close)
     process.spawn(server.wait_ended())
     tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)
-    engine = VllmEngine(
-        server,
-        row_tokens=row_tokens(spec),
-        eos_token_ids=[tokenizer.eos_token_id],
-        in_flight=spec.weight_sync.in_flight,
-        seed=spec.inference.seed,
-    )
+    engine = VllmEngine(server, spec, [tokenizer.eos_token_id])
     receiver = WeightReceiver(await asyncio.to_thread(_weight_specs, spec.model), VllmEngine.allocate)
     process.on_close(lambda: asyncio.to_thread(receiver.close))
     replica = Replica(engine, receiver, identity, published_versions(spec))
     identity.http_url = await serve_http(process, vllm_api(replica, server))
-    await server.wait_until_it_answers()
+    await _until_up(process, server)
     return replica
+
+
+async def _until_up(process: ServiceProcess, server: VllmServer) -> None:
+    """Wait for vLLM, but not after the process was told to stop, or vLLM has ended."""
+    ends = asyncio.create_task(server.wait_until_it_answers()), asyncio.create_task(process.stopping.wait())
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()
+    if not ends[0].done():
+        raise UnavailableError("stopped before vLLM was up")
+    await ends[0]
 
 
 def _weight_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:

@@ -9,29 +9,30 @@ from typing import Any
 
 from torch import Tensor
 
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError, UnavailableError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from nexrl.spec import ExperimentSpec
 from nexrl.weights.manifest import Manifest
 from nexrl.weights.receiver import StagedWeights
-from nexrl.weights.shared import SharedBuffers, manifest_to_json
+from nexrl.weights.shared import LOADED, SharedBuffers, manifest_to_json
 from nexrl_inference.requests import Completion, FinishReason, GenerationRequest, GenerationResult
-from nexrl_inference.vllm_server import VllmServer
+from nexrl_inference.vllm_server import VllmServer, row_tokens
 
-FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+NOT_WHOLE = "the replica's weights are not whole: a weight sync failed half-way; ask another"
 
 
 class VllmEngine:
     """Samples with a vLLM server, which serves nothing before a version is loaded, nor after one half loaded."""
 
-    def __init__(
-        self, server: VllmServer, *, row_tokens: int, eos_token_ids: Sequence[int], in_flight: str, seed: int
-    ) -> None:
-        """`row_tokens`: of prompt and completion. `in_flight`: spec.weightSync.inFlight."""
+    def __init__(self, server: VllmServer, spec: ExperimentSpec, eos_token_ids: Sequence[int]) -> None:
+        """`eos_token_ids` end a completion, beside the model's own."""
         self._server = server
-        self._row_tokens = row_tokens
+        self._workers = spec.inference.tensor_parallel * spec.inference.data_parallel
+        self._row_tokens = row_tokens(spec)
         self._eos_token_ids = tuple(eos_token_ids)
-        self._in_flight = in_flight
-        self._seeds = random.Random(seed)
-        self._loading = asyncio.Lock()
+        self._in_flight: str = spec.weight_sync.in_flight
+        self._load_seconds = spec.weight_sync.timeout_seconds
+        self._seeds = random.Random(spec.inference.seed)
         self._version = -1
         self._is_whole = False
         self._calls: set[asyncio.Task[Completion]] = set()
@@ -73,8 +74,10 @@ class VllmEngine:
         try:
             completions = await asyncio.gather(*calls)
         except asyncio.CancelledError:
-            self._require_whole()  # it was cut off here, not by who asked
-            raise
+            asking = asyncio.current_task()
+            if asking is None or asking.cancelling():
+                raise
+            raise UnavailableError(NOT_WHOLE) from None  # it was cut off by `load`, not by who asked
         finally:
             for call in calls:
                 call.cancel()
@@ -85,39 +88,42 @@ class VllmEngine:
         """Serve `weights`. What is in flight goes on with them (keep, abort) or ends before (wait).
 
         Raises UnavailableError when they could not be loaded whole. Whatever is in flight gets it then, too, and so
-        does who asks, until a load succeeds. Goes on when the caller does not wait for it any longer.
+        does who asks, until a load succeeds. Not to be called while another load is on.
         """
-        await asyncio.shield(self._load_next(weights))
-
-    async def _load_next(self, weights: StagedWeights) -> None:
         assert isinstance(weights.buffers, SharedBuffers)
-        async with self._loading:
-            try:
-                await self._load(weights.manifest, weights.buffers.path)
-            except BaseException:
-                self._is_whole = False
-                for call in self._calls:
-                    call.cancel()
-                raise
-            self._version, self._is_whole = weights.policy_version, True
-
-    async def _load(self, manifest: Manifest, path: str) -> None:
-        post, update = self._server.post, {"path": path, "manifest": manifest_to_json(manifest)}
         try:
-            # With cleared caches what is in flight is computed again: its log-probabilities are the new weights'.
-            await post(f"/pause?mode={self._in_flight}&clear_cache=true")
-            await post("/start_weight_update")
-            await post("/update_weights", {"update_info": update})
-            results = (await post("/collective_rpc", {"method": "nexrl_failure"}))["results"]
-            failures = sorted({failure for worker in results for failure in worker} - {""})
-            await post("/finish_weight_update", {} if failures else {"weight_version": str(manifest.policy_version)})
-            if not failures:
-                await post("/resume")
-        except NexrlError:  # its workers may disagree about what was asked last
-            self._server.kill()
+            failures = await self._load(weights.manifest, weights.buffers)
+            if failures:
+                raise UnavailableError(f"version {weights.policy_version} could not be loaded: {'; '.join(failures)}")
+        except BaseException:
+            self._is_whole = False
+            for call in self._calls:
+                call.cancel()
             raise
-        if failures:
-            raise UnavailableError(f"version {manifest.policy_version} could not be loaded: {'; '.join(failures)}")
+        self._version, self._is_whole = weights.policy_version, True
+
+    async def _load(self, manifest: Manifest, buffers: SharedBuffers) -> list[str]:
+        """Have vLLM load a version, and serve it unless a worker has failed; gives why."""
+        post, update = self._server.post, {"path": buffers.path, "manifest": manifest_to_json(manifest)}
+        buffers.forget_verdicts()
+        try:
+            async with asyncio.timeout(self._load_seconds):
+                # With cleared caches what is in flight is computed again: its log-probabilities are the new weights'.
+                await post(f"/pause?mode={self._in_flight}&clear_cache=true")
+                await post("/start_weight_update")
+                await post("/update_weights", {"update_info": update})
+                failures = sorted({*buffers.verdicts(self._workers)} - {LOADED})
+                await post(
+                    "/finish_weight_update", {} if failures else {"weight_version": str(manifest.policy_version)}
+                )
+                if not failures:
+                    await post("/resume")
+        except BaseException as error:  # nobody knows what its workers have done of it
+            self._server.kill()
+            if isinstance(error, TimeoutError):
+                raise UnavailableError(f"vLLM has not loaded a version within {self._load_seconds:g} s") from None
+            raise
+        return failures
 
     async def _complete(self, request: GenerationRequest, seed: int) -> Completion:
         """One completion, in as many parts as weight syncs that abort what is in flight make of it."""
@@ -157,12 +163,12 @@ class VllmEngine:
             tokens,
             tuple(token["logprob"] for token in content),
             _versions(choice["weight_versions"] or [], len(tokens)),
-            FINISH_REASONS.get(choice["finish_reason"], "abort"),
+            FINISH_REASONS[choice["finish_reason"]],
         )
 
     def _require_whole(self) -> None:
         if not self._is_whole:
-            raise UnavailableError("the replica's weights are not whole: a weight sync failed half-way; ask another")
+            raise UnavailableError(NOT_WHOLE)
 
 
 def _versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[int, ...]:

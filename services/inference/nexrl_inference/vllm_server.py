@@ -1,4 +1,4 @@
-"""A vLLM server as a child of this process, on a Unix socket that only this process has.
+"""A vLLM server as a child of this process, on a Unix socket that only this user can open.
 
 vLLM's routes that change weights or call anything in a worker are not guarded by its API key; nobody else can reach
 them here. The weights come by weight sync: the server starts with random ones, and is told nothing else.
@@ -7,6 +7,7 @@ them here. The weights come by weight sync: the server starts with random ones, 
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import aiohttp
 import torch
 
 from nexrl import bound
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError, UnavailableError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from nexrl.models import build_config, save_architecture
 from nexrl.spec.experiment import ExperimentSpec
 from nexrl.weights.manifest import ITEM_BYTES
@@ -33,6 +34,8 @@ BLOCK_TOKENS = 128
 CPU_CACHE_BYTES = 2**30
 """Most memory for keys and values on a CPU, where vLLM would take a share of all there is."""
 
+LEFT_OUT = ("NEXRL_", "VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD")
+"""Of our environment: our settings, which include secrets, and what would keep vLLM from loading our plugin."""
 QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ON_A_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -44,14 +47,16 @@ ON_A_CPU = {
 class VllmServer:
     """The running server: `post` and `open` reach its routes."""
 
-    def __init__(self, process: asyncio.subprocess.Process, session: aiohttp.ClientSession) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, session: aiohttp.ClientSession, folder: Path) -> None:
+        """`folder`: what it was started with, removed when it is closed."""
         self._process = process
+        self._folder = folder
         self._session = session
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Call a route with a JSON body; gives what it answers (JSON, or None).
 
-        Raises InvalidArgumentError when it refuses the request, UnavailableError when it is gone, else NexrlError.
+        Raises InvalidArgumentError when it refuses the request, UnavailableError when it fails or is gone.
         """
         try:
             async with self._session.post(f"http://vllm{path}", json=body or {}) as answer:
@@ -62,7 +67,7 @@ class VllmServer:
             raise UnavailableError(f"vLLM does not answer: {error}") from None
         if answer.status in (400, 404, 422):
             raise InvalidArgumentError(f"vLLM refuses {path}: {text[:1000]}")
-        raise NexrlError(f"vLLM: {path}: {answer.status}: {text[:1000]}")
+        raise UnavailableError(f"vLLM: {path}: {answer.status}: {text[:1000]}")
 
     @asynccontextmanager
     async def open(self, method: str, path: str, **arguments: Any) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -102,6 +107,7 @@ class VllmServer:
                     await self._process.wait()
         self.kill()  # what is left of its process group
         await self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _is_up(self) -> bool:
         if self._process.returncode is not None:
@@ -130,18 +136,14 @@ async def start_vllm(spec: ExperimentSpec) -> VllmServer:
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )
-    return VllmServer(
-        process,
-        aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(str(socket), limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None),
-        ),
-    )
+    connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
+    session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+    return VllmServer(process, session, folder)
 
 
 def environment(spec: ExperimentSpec) -> dict[str, str]:
-    """What the server finds in its environment: ours without our settings, which include secrets."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NEXRL_")}
+    """What the server finds in its environment: most of ours."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
     variables = {**inherited, **QUIET, "OMP_NUM_THREADS": str(spec.inference.threads), "VLLM_SERVER_DEV_MODE": "1"}
     return variables if _has_gpu() else {**variables, **ON_A_CPU}
 
@@ -164,7 +166,6 @@ def command(spec: ExperimentSpec, model: Path, socket: Path) -> Sequence[str]:
         *("--data-parallel-size", str(inference.data_parallel)),
         *("--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", f'{{"backend": "{PLUGIN}"}}'),
-        *("--worker-extension-cls", "nexrl.weights.vllm_plugin.Worker"),
         *("--generation-config", "vllm"),
         "--enable-scale-out",
         *on_a_cpu,

@@ -483,8 +483,12 @@ class WeightSyncSpec(Section):
 
 
 VLLM_ARGUMENTS_OF_OURS = frozenset(
-    f"--{name}"
+    f"--{name}" if len(name) > 2 else f"-{name}"
     for name in (
+        "dp",
+        "tp",
+        "generation-config",
+        "worker-extension-cls",
         "api-key",
         "config",
         "data-parallel-size",

@@ -111,9 +111,11 @@ class WeightReceiver:
         if self._staged is staged:
             self._staged = None
 
-    def mark_lost(self) -> None:
-        """Note that the engine serves no complete version."""
-        self.policy_version, self.digest, self._served_sync_id, self._staged = NO_VERSION, "", "", None
+    def mark_lost(self, staged: StagedWeights) -> None:
+        """Note that the engine could not load `staged`, and serves no complete version."""
+        self.policy_version, self.digest, self._served_sync_id = NO_VERSION, "", ""
+        if self._staged is staged:
+            self._staged = None
 
     def close(self) -> None:
         """Leave the broadcast group."""

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import weakref
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -13,6 +15,10 @@ from nexrl.weights.manifest import Manifest, TensorSpec, buckets
 PLUGIN = "nexrl"
 """Name of our backend of vLLM's weight transfer."""
 
+LOADED = "loaded"
+MAX_WORKERS = 64 * 64
+VERDICT_BYTES = 256
+
 
 class SharedBuffers(Sequence[Tensor]):
     """The buckets of a manifest, one after the other in an anonymous file (memfd_create(2)).
@@ -22,14 +28,22 @@ class SharedBuffers(Sequence[Tensor]):
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        sizes = [bucket.nbytes for bucket in buckets(manifest)]
         self._file = os.memfd_create("nexrl-weights")
-        os.ftruncate(self._file, sum(sizes))
+        weakref.finalize(self, os.close, self._file)
+        self._verdicts_at = sum(bucket.nbytes for bucket in buckets(manifest))
+        os.ftruncate(self._file, self._verdicts_at + MAX_WORKERS * VERDICT_BYTES)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         self._buffers = open_shared(self.path, manifest)
 
-    def __del__(self) -> None:
-        os.close(self._file)
+    def verdicts(self, workers: int) -> list[str]:
+        """What the workers of rank 0 to `workers` - 1 have said with `write_verdict`; "" of one that has not."""
+        said = os.pread(self._file, workers * VERDICT_BYTES, self._verdicts_at)
+        places = range(0, len(said), VERDICT_BYTES)
+        return [said[at : at + VERDICT_BYTES].rstrip(b"\0").decode(errors="replace") for at in places]
+
+    def forget_verdicts(self) -> None:
+        """Before the workers are asked again."""
+        os.pwrite(self._file, bytes(MAX_WORKERS * VERDICT_BYTES), self._verdicts_at)
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -40,6 +54,17 @@ class SharedBuffers(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
         return self._buffers[index]
+
+
+def write_verdict(path: str, manifest: Manifest, rank: int, verdict: str) -> None:
+    """A worker says what became of its load: LOADED, or why it failed.
+
+    Beside the weights, because of what a worker answers vLLM passes on too little: of several engines only the first
+    one's, and of several workers that fail together one now, and the others' as answers to what is asked next.
+    """
+    at = sum(bucket.nbytes for bucket in buckets(manifest)) + rank * VERDICT_BYTES
+    with pathlib.Path(path).open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), verdict.encode()[:VERDICT_BYTES], at)
 
 
 def open_shared(path: str, manifest: Manifest) -> Sequence[Tensor]:

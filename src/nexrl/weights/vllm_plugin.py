@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from nexrl.bound import bind
 from nexrl.weights.manifest import Manifest
 from nexrl.weights.packing import named_chunks
-from nexrl.weights.shared import PLUGIN, manifest_from_json, open_shared
+from nexrl.weights.shared import LOADED, PLUGIN, manifest_from_json, open_shared, write_verdict
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +35,6 @@ def register() -> None:
         bind(parent.pid or 0)
     if PLUGIN not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(PLUGIN, StagedWeightsEngine)
-
-
-class Worker:
-    """What our backend adds to vLLM's workers (`--worker-extension-cls`)."""
-
-    weight_transfer_engine: "StagedWeightsEngine"
-
-    def nexrl_failure(self) -> list[str]:
-        """Why this worker does not hold the newest version: one text, empty when it does."""
-        return [self.weight_transfer_engine.failure]
 
 
 @dataclass
@@ -69,26 +59,24 @@ class StagedWeightsEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """There is nothing to set up."""
 
-    failure = "no version was loaded"
-    """Why the model does not hold the newest version; empty when it does. See `Worker.nexrl_failure`."""
-
     def start_weight_update(self) -> None:
         """Make room for the new weights, layer by layer."""
-        self.failure = "no version was loaded"
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the version; notes a `failure` when a byte or a parameter is missing or another one.
+        """Load the version into this worker's part of the model, and say whether these were the bytes that were sent.
 
-        It raises nothing: of several workers that fail together vLLM takes one answer, and then takes those of the
-        others for answers to what is asked next.
+        It raises nothing, see `write_verdict`. A model that lacks a tensor never comes here: the replica refuses it.
         """
+        manifest, verdict = manifest_from_json(update_info.manifest), LOADED
         try:
-            self._load(update_info.path, manifest_from_json(update_info.manifest))
-            self.failure = ""
+            self._load(update_info.path, manifest)
         except Exception as error:
             log.exception("a version could not be loaded")
-            self.failure = f"{type(error).__name__}: {error}"
+            verdict = f"{type(error).__name__}: {error}"
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        write_verdict(update_info.path, manifest, rank, verdict)
 
     def finish_weight_update(self) -> None:
         """Put the new weights in the form that the kernels want.
