@@ -73,6 +73,7 @@ async def test_cancelling_the_awaiting_task_frees_its_rows(engine: Engine, model
     async with EngineThread(engine) as thread:
         await thread.load_weights(model.state_dict(), version=0)
         task = asyncio.create_task(thread.generate(ENDLESS))
+        await asyncio.sleep(0)  # lets it ask first
         await thread.generate(SHORT)
         assert thread.active_rows == ENDLESS.n
         task.cancel()
@@ -86,6 +87,7 @@ async def test_a_cancelled_duplicate_leaves_the_first_request_alone(engine: Engi
     async with EngineThread(engine) as thread:
         await thread.load_weights(model.state_dict(), version=0)
         first = asyncio.create_task(thread.generate(ENDLESS))
+        await asyncio.sleep(0)  # lets it ask first
         await thread.generate(SHORT)
         with pytest.raises(AlreadyExistsError):
             await thread.generate(ENDLESS)
@@ -103,6 +105,7 @@ async def test_cancel_returns_what_there_is_to_the_waiter(engine: Engine, model:
     async with EngineThread(engine) as thread:
         await thread.load_weights(model.state_dict(), version=0)
         task = asyncio.create_task(thread.generate(ENDLESS))
+        await asyncio.sleep(0)  # lets it ask first
         await thread.generate(SHORT)
         await thread.cancel("endless")
         result = await task
@@ -118,6 +121,7 @@ async def test_weights_loaded_under_way_take_over_between_two_tokens(
     async with EngineThread(engine) as thread:
         await thread.load_weights(model.state_dict(), version=3)
         task = asyncio.create_task(thread.generate(ENDLESS))
+        await asyncio.sleep(0)  # lets it ask first
         await thread.generate(SHORT)
         await thread.load_weights(newer, version=4)
         await thread.generate(SHORT)
@@ -156,6 +160,7 @@ async def test_close_fails_what_is_in_flight_and_refuses_what_comes_later(
     async with EngineThread(engine) as thread:
         await thread.load_weights(model.state_dict(), version=0)
         task = asyncio.create_task(thread.generate(ENDLESS))
+        await asyncio.sleep(0)  # lets it ask first
         await thread.generate(SHORT)
         await thread.close()
         with pytest.raises(UnavailableError, match="closed"):
