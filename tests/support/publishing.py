@@ -68,6 +68,12 @@ def _write_and_die(path: Path, policy_version: int, at: int) -> None:
 
         return call
 
-    for owner, name in ((Path, "mkdir"), (Path, "open"), (Path, "write_bytes"), (Path, "rename"), (published, "_sync")):
+    for owner, name in (
+        (Path, "mkdir"),
+        (Path, "open"),
+        (Path, "write_bytes"),
+        (Path, "rename"),
+        (published, "force_to_disk"),
+    ):
         setattr(owner, name, counted(getattr(owner, name)))
     PublishedVersions(path, MODEL_TAG).write(packed(policy_version))

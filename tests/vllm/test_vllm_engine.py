@@ -99,8 +99,10 @@ async def test_a_seed_draws_the_same_tokens_again(deployed: Deployed) -> None:
 
 async def test_a_completion_ends_at_its_limit_and_at_the_rows_end(deployed: Deployed) -> None:
     await deployed.load(5)
-    result = await deployed.generate(max_new_tokens=3, n=4)
-    assert [(len(c.token_ids), c.finish_reason) for c in result.completions] == [(3, "length")] * 4
+    result = await deployed.generate(max_new_tokens=3, n=8)
+    ends = {(len(c.token_ids), c.finish_reason) for c in result.completions}
+    assert (3, "length") in ends
+    assert {reason for tokens, reason in ends if tokens < 3} <= {"stop"}  # it drew the model's own end
     long = tuple(random_prompt(deployed.chance, POSITIONS - 2))
     result = await deployed.generate(prompt_ids=long, max_new_tokens=50)
     assert len(result.completions[0].token_ids) == 2
@@ -112,20 +114,19 @@ async def test_a_completion_ends_at_its_limit_and_at_the_rows_end(deployed: Depl
 @pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 async def test_requests_in_flight_meet_new_weights_as_the_experiment_says(deployed: Deployed, in_flight: str) -> None:
     deployed.engine._in_flight = in_flight
-    has_spanned = False
-    while not has_spanned:  # whoever is done before the load has nothing to show
+    wanted, spans = {6} if in_flight == "wait" else {6, 7}, list[set[int]]()
+    while wanted not in spans:  # whoever is done before the load, or begins after it, has nothing to show
         await deployed.load(6)
         requests = [asyncio.create_task(deployed.generate(max_new_tokens=240, n=2)) for _ in range(4)]
-        await asyncio.sleep(deployed.chance.uniform(0.02, 0.3))
+        while not await running(deployed) and not any(request.done() for request in requests):
+            pass
+        await asyncio.sleep(deployed.chance.uniform(0.0, 0.2))
         await deployed.load(7)
         results = await asyncio.gather(*requests)
         for result in results:
             deployed.judge(result, 6, 7)
         spans = [set(completion.policy_versions) for result in results for completion in result.completions]
-        if in_flight == "wait":
-            assert spans == [{6}] * 8
-            break
-        has_spanned = {6, 7} in spans
+        assert in_flight != "wait" or {6, 7} not in spans
     deployed.judge(await deployed.generate(), 7)
 
 
@@ -158,7 +159,7 @@ async def test_a_version_that_any_worker_has_not_loaded_is_never_served(deployed
     buffers = weights.buffers
     assert isinstance(buffers, SharedBuffers)
     buffers.verdicts = lambda workers: [LOADED if other != rank else "" for other in range(workers)]  # type: ignore[method-assign]
-    with pytest.raises(UnavailableError, match="could not be loaded"):
+    with pytest.raises(UnavailableError, match="a worker has said nothing"):
         await deployed.engine.load(weights)
     with pytest.raises(UnavailableError, match="not whole"):
         await deployed.generate()

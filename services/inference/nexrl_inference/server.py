@@ -1,7 +1,6 @@
 """Starts an inference replica: the built-in engine, or vLLM."""
 
 import asyncio
-from pathlib import Path
 
 import torch
 from aiohttp import web
@@ -65,7 +64,7 @@ async def _start_builtin(process: ServiceProcess, identity: policy_pb2.Replica) 
     process.spawn(engine.wait_ended())
     receiver = WeightReceiver(tensor_specs(iter_weights(model)))
     process.on_close(lambda: asyncio.to_thread(receiver.close))
-    replica = Replica(engine, receiver, identity, published_versions(spec))
+    replica = Replica(engine, receiver, identity, PublishedVersions.of(process.experiment))
     identity.http_url = await serve_http(process, OpenAIApi(replica, tokenizer, spec.model.tag).application())
     return replica
 
@@ -79,7 +78,7 @@ async def _start_vllm(process: ServiceProcess, identity: policy_pb2.Replica) -> 
     engine = VllmEngine(server, spec, [tokenizer.eos_token_id])
     receiver = WeightReceiver(await asyncio.to_thread(_weight_specs, spec.model), VllmEngine.allocate)
     process.on_close(lambda: asyncio.to_thread(receiver.close))
-    replica = Replica(engine, receiver, identity, published_versions(spec))
+    replica = Replica(engine, receiver, identity, PublishedVersions.of(process.experiment))
     identity.http_url = await serve_http(process, vllm_api(replica, server))
     await _until_up(process, server)
     return replica
@@ -104,12 +103,6 @@ def _weight_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
 def limits(spec: ExperimentSpec) -> Limits:
     """The engine's limits, as the experiment sets them."""
     return Limits(max_rows=spec.inference.max_rows, max_tokens_per_row=row_tokens(spec))
-
-
-def published_versions(spec: ExperimentSpec) -> PublishedVersions | None:
-    """The folder shared with the trainer, if the experiment has one."""
-    path = spec.weight_sync.path
-    return PublishedVersions(Path(path), spec.model.tag) if path else None
 
 
 async def serve_http(process: ServiceProcess, application: web.Application) -> str:

@@ -28,6 +28,7 @@ class VllmEngine:
         """`eos_token_ids` end a completion, beside the model's own."""
         self._server = server
         self._workers = spec.inference.tensor_parallel * spec.inference.data_parallel
+        self._rows = spec.inference.max_rows * spec.inference.data_parallel
         self._row_tokens = row_tokens(spec)
         self._eos_token_ids = tuple(eos_token_ids)
         self._in_flight: str = spec.weight_sync.in_flight
@@ -39,13 +40,13 @@ class VllmEngine:
 
     @property
     def active_rows(self) -> int:
-        """Completions being generated, or waiting for a place in vLLM."""
-        return len(self._calls)
+        """Completions being generated: as many as vLLM's engines decode together."""
+        return min(len(self._calls), self._rows)
 
     @property
     def waiting_requests(self) -> int:
-        """0: vLLM's queue is its own."""
-        return 0
+        """Completions that wait for a place in vLLM."""
+        return len(self._calls) - self.active_rows
 
     @staticmethod
     def allocate(manifest: Manifest) -> Sequence[Tensor]:
@@ -112,7 +113,8 @@ class VllmEngine:
                 await post(f"/pause?mode={self._in_flight}&clear_cache=true")
                 await post("/start_weight_update")
                 await post("/update_weights", {"update_info": update})
-                failures = sorted({*buffers.verdicts(self._workers)} - {LOADED})
+                verdicts = {verdict or "a worker has said nothing" for verdict in buffers.verdicts(self._workers)}
+                failures = sorted(verdicts - {LOADED})
                 await post(
                     "/finish_weight_update", {} if failures else {"weight_version": str(manifest.policy_version)}
                 )

@@ -34,8 +34,10 @@ BLOCK_TOKENS = 128
 CPU_CACHE_BYTES = 2**30
 """Most memory for keys and values on a CPU, where vLLM would take a share of all there is."""
 
-LEFT_OUT = ("NEXRL_", "VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD")
+LEFT_OUT = ("NEXRL_", "VLLM_PLUGINS")
 """Of our environment: our settings, which include secrets, and what would keep vLLM from loading our plugin."""
+SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""A fork would not load the plugin again, which binds each of vLLM's processes to the one that started it."""
 QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ON_A_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -144,7 +146,13 @@ async def start_vllm(spec: ExperimentSpec) -> VllmServer:
 def environment(spec: ExperimentSpec) -> dict[str, str]:
     """What the server finds in its environment: most of ours."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
-    variables = {**inherited, **QUIET, "OMP_NUM_THREADS": str(spec.inference.threads), "VLLM_SERVER_DEV_MODE": "1"}
+    variables = {
+        **inherited,
+        **SPAWNED,
+        **QUIET,
+        "OMP_NUM_THREADS": str(spec.inference.threads),
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
     return variables if _has_gpu() else {**variables, **ON_A_CPU}
 
 

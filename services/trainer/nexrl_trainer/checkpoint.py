@@ -13,7 +13,6 @@ because its metadata file is a pickle.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nexrl.durable import force_to_disk
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from nexrl.models import iter_weights
 from nexrl_trainer.step import Learner
@@ -82,7 +82,7 @@ def save_checkpoint(
     save_file(_training_state(learner), partial / _STATE)
     _commit(partial, metadata)
     partial.rename(final)
-    _sync(folder)
+    force_to_disk(folder)
     return final
 
 
@@ -123,7 +123,7 @@ def put_aside(path: Path) -> Path:
     names = (f"{path.name}{_AHEAD_SUFFIX}{number or ''}" for number in count())
     aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(aside)
-    _sync(path.parent)
+    force_to_disk(path.parent)
     return aside
 
 
@@ -181,12 +181,12 @@ def _commit(partial: Path, metadata: CheckpointMetadata) -> None:
     """Force all files to disk, then write the marker that says so."""
     files = sorted(path for path in partial.iterdir() if path.is_file())
     for path in files:
-        _sync(path)
+        force_to_disk(path)
     digests = {path.name: _sha256(path) for path in files}
     marker = {"format": _FORMAT, "metadata": asdict(metadata), "sha256": digests}
     (partial / _MARKER).write_text(json.dumps(marker, indent=2))
-    _sync(partial / _MARKER)
-    _sync(partial)
+    force_to_disk(partial / _MARKER)
+    force_to_disk(partial)
 
 
 def _check_weights(path: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:
@@ -196,14 +196,6 @@ def _check_weights(path: Path, weights: Mapping[str, Tensor], model: PreTrainedM
             found = "nothing" if saved is None else f"{saved.dtype} {tuple(saved.shape)}"
             wanted = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise FailedPreconditionError(f"checkpoint {path} is of another model: {name} is {found}, not {wanted}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

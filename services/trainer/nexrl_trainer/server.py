@@ -40,7 +40,7 @@ async def start(process: ServiceProcess) -> None:
         model_tag=spec.model.tag,
         bucket_bytes=spec.weight_sync.bucket_bytes,
         timeout_seconds=spec.weight_sync.timeout_seconds,
-        published=PublishedVersions(Path(shared), spec.model.tag) if (shared := spec.weight_sync.path) else None,
+        published=PublishedVersions.of(process.experiment),
     )
     process.on_close(publisher.close)
     checkpoints = run_checkpoints(process.settings.run_dir, spec)

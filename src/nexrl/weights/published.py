@@ -1,9 +1,9 @@
 """Policy versions in a folder that trainer and replicas share: for a replica that joins late, or lost its weights.
 
-    <path>/<model tag>/version_<n>/
+    <path>/<experiment>/<model tag>/version_<n>/
         model.safetensors              the tensors
         manifest.json                  policy version, tensors, digest: what the tensors must be, to be loaded
-    <path>/<model tag>/.version_<n>.<random>.tmp    being written or removed; never read
+    <path>/<experiment>/<model tag>/.version_<n>.<random>.tmp    being written or removed; never read
 
 A version is written under a name of its own, forced to disk, and renamed: a kill at any instruction leaves all of it or
 nothing. The folder does not say which version is committed: a reader is told version and digest by weight sync.
@@ -11,7 +11,6 @@ nothing. The folder does not say which version is committed: a reader is told ve
 
 import errno
 import json
-import os
 import re
 import shutil
 import time
@@ -19,12 +18,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from typing import Self
 from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from nexrl.durable import force_to_disk
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from nexrl.spec import Experiment
 from nexrl.weights.manifest import ITEM_BYTES, Manifest, TensorSpec
 from nexrl.weights.packing import Snapshot, digest, named_chunks
 
@@ -43,8 +45,15 @@ class PublishedVersions:
     """The published versions of one model tag. The methods block; several processes may use a folder at a time."""
 
     def __init__(self, path: Path, model_tag: str) -> None:
-        """`path`: spec.weightSync.path; made by the first `write`."""
+        """`path`: the folder of one experiment; made by the first `write`."""
         self._folder = path / model_tag
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Self | None:
+        """Those of an experiment, for trainer and replicas alike; None without spec.weightSync.path."""
+        spec = experiment.spec
+        path = spec.weight_sync.path
+        return cls(Path(path) / experiment.metadata.name, spec.model.tag) if path else None
 
     def write(self, weights: Snapshot) -> None:
         """Publish a version, in place of one with its number, and remove all but the KEPT_VERSIONS written last.
@@ -113,7 +122,7 @@ class PublishedVersions:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             self._remove(final)  # of an earlier run, or of a trainer that was here before
-        _sync(self._folder)
+        force_to_disk(self._folder)
 
     def _prune(self) -> None:
         # By time, not by number: a trainer whose ledger has lost steps goes on with smaller numbers.
@@ -147,7 +156,7 @@ def _write_files(folder: Path, weights: Snapshot) -> None:
             file.write(chunks[tensor.name])
     (folder / _MANIFEST).write_bytes(TypeAdapter(Manifest).dump_json(manifest, indent=1))
     for path in (folder / _MODEL, folder / _MANIFEST, folder):
-        _sync(path)
+        force_to_disk(path)
 
 
 def _fill(file: BufferedReader, manifest: Manifest, buffers: Sequence[Tensor]) -> bool:
@@ -186,11 +195,3 @@ def _storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnavailableError(f"weights: {path}: {error.strerror or error}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ vLLM finds `register` by the entry point of this package in the group `vllm.gene
 
 import logging
 import multiprocessing
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,8 +32,10 @@ def register() -> None:
 
     In each of vLLM's processes. Those that another of them has started end with it: left alone, they would go on.
     """
-    if parent := multiprocessing.parent_process():
-        bind(parent.pid or 0)
+    parent = multiprocessing.parent_process()
+    # Not where a fork server has started it, in a vLLM that is not ours: that is not the parent that this speaks of.
+    if parent and parent.pid and (os.getppid() == parent.pid or not parent.is_alive()):
+        bind(parent.pid)
     if PLUGIN not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(PLUGIN, StagedWeightsEngine)
 
