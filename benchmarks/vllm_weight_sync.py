@@ -4,8 +4,8 @@
 
 The raw broadcast has as many bytes, in the same buckets, between as many processes. A sync is all of: packing and
 digest (trainer), broadcast, digest of what arrived (replica), and the commit, in which vLLM loads it, with a digest of
-what is loaded. Trainer and weight sync share a process here. A request in flight is streamed from vLLM meanwhile: how
-long it stands still is the longest pause between two of its tokens, less the usual one.
+what is loaded. Trainer and weight sync share a process here. In as many syncs again a request is in flight and streamed
+from vLLM meanwhile: how long it stands still is the longest pause between two of its tokens, less the usual one.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def main() -> None:
     torch.set_num_threads(1)
     weights = list(iter_weights(build_model(EXPERIMENT.spec.model, 0)))
     packed = snapshot(weights, policy_version=0, bucket_bytes=BUCKET_BYTES)
-    pack_seconds = timed(lambda: snapshot(weights, policy_version=0, bucket_bytes=BUCKET_BYTES))
+    pack_seconds = timed(lambda: snapshot(weights, policy_version=0, bucket_bytes=BUCKET_BYTES, replaced=packed))
     digest_seconds = timed(lambda: digest(packed.manifest, packed.buffers))
     print(f"{packed.manifest.nbytes / 2**20:.0f} MiB, medians of {ROUNDS}, {os.cpu_count()} cores; seconds", flush=True)
     for replicas in (1, 2):
@@ -109,27 +109,39 @@ async def sync_seconds(weights: Sequence[tuple[str, Tensor]], replicas: int) -> 
         await publisher.publish(weights, 0)
         (replica, _), *_ = world.weight_sync.view().replicas
         before = phase_seconds()
-        found = [await one_sync(publisher, weights, version, replica) for version in range(1, ROUNDS + 1)]
+        seconds = [await one_sync(publisher, weights, version) for version in range(1, ROUNDS + 1)]
         phases = {name: (after - before[name]) / ROUNDS for name, after in phase_seconds().items()}
-    seconds, pauses = zip(*found, strict=True)
+        pauses = [await one_pause(publisher, weights, ROUNDS + version, replica) for version in range(1, ROUNDS + 1)]
     return Syncs(statistics.median(seconds), phases, statistics.median(pauses))
 
 
-async def one_sync(
-    publisher: WeightPublisher, weights: Sequence[tuple[str, Tensor]], version: int, replica: Replica
-) -> tuple[float, float]:
-    """Seconds of a sync, and for which a request in flight stood still."""
-    arrivals: list[float] = []
-    streaming = asyncio.create_task(stream(replica.http_url, arrivals))
-    while len(arrivals) < 10:  # noqa: ASYNC110  # they come from elsewhere
-        await asyncio.sleep(0.05)
+async def one_sync(publisher: WeightPublisher, weights: Sequence[tuple[str, Tensor]], version: int) -> float:
+    """Seconds of a sync."""
     began = time.perf_counter()
     await publisher.publish(weights, version)
-    seconds = time.perf_counter() - began
+    return time.perf_counter() - began
+
+
+async def one_pause(
+    publisher: WeightPublisher, weights: Sequence[tuple[str, Tensor]], version: int, replica: Replica
+) -> float:
+    """Seconds for which a request in flight stands still in a sync."""
+    arrivals: list[float] = []
+    streaming = asyncio.create_task(stream(replica.http_url, arrivals))
+    await more_of(arrivals)
+    await publisher.publish(weights, version)
+    await more_of(arrivals)
     streaming.cancel()
     await asyncio.wait([streaming])
     pauses = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
-    return seconds, max(pauses) - statistics.median(pauses)
+    return max(pauses) - statistics.median(pauses)
+
+
+async def more_of(arrivals: Sequence[float]) -> None:
+    """Wait for ten more tokens."""
+    wanted = len(arrivals) + 10
+    while len(arrivals) < wanted:  # noqa: ASYNC110  # they come from elsewhere
+        await asyncio.sleep(0.05)
 
 
 async def stream(url: str, arrivals: list[float]) -> None:

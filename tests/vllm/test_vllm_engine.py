@@ -153,6 +153,16 @@ async def test_every_worker_says_what_became_of_its_load(deployed: Deployed) -> 
     assert weights.buffers.verdicts(5) == [*[LOADED] * 4, ""]
 
 
+async def test_what_is_received_over_a_loaded_version_does_not_touch_what_is_served(deployed: Deployed) -> None:
+    weights = staged(deployed.weights(16).items(), 16)
+    await deployed.engine.load(weights)
+    again = deployed.engine.allocate(weights.manifest)
+    assert again is weights.buffers
+    for buffer in again:
+        buffer.fill_(0xFF)
+    deployed.judge(await deployed.generate(n=4), 16)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 async def test_a_version_that_any_worker_has_not_loaded_is_never_served(deployed: Deployed, rank: int) -> None:
     weights = staged(deployed.weights(20).items(), 20)

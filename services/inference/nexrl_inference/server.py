@@ -76,7 +76,7 @@ async def _start_vllm(process: ServiceProcess, identity: policy_pb2.Replica) -> 
     process.spawn(server.wait_ended())
     tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)
     engine = VllmEngine(server, spec, [tokenizer.eos_token_id])
-    receiver = WeightReceiver(await asyncio.to_thread(_weight_specs, spec.model), VllmEngine.allocate)
+    receiver = WeightReceiver(await asyncio.to_thread(_weight_specs, spec.model), engine.allocate)
     process.on_close(lambda: asyncio.to_thread(receiver.close))
     replica = Replica(engine, receiver, identity, PublishedVersions.of(process.experiment))
     identity.http_url = await serve_http(process, vllm_api(replica, server))

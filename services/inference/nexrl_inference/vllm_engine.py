@@ -12,6 +12,7 @@ from torch import Tensor
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from nexrl.spec import ExperimentSpec
 from nexrl.weights.manifest import Manifest
+from nexrl.weights.packing import fits
 from nexrl.weights.receiver import StagedWeights
 from nexrl.weights.shared import LOADED, SharedBuffers, manifest_to_json
 from nexrl_inference.requests import Completion, FinishReason, GenerationRequest, GenerationResult
@@ -37,6 +38,7 @@ class VllmEngine:
         self._version = -1
         self._is_whole = False
         self._calls: set[asyncio.Task[Completion]] = set()
+        self._spare: SharedBuffers | None = None
 
     @property
     def active_rows(self) -> int:
@@ -48,10 +50,10 @@ class VllmEngine:
         """Completions that wait for a place in vLLM."""
         return len(self._calls) - self.active_rows
 
-    @staticmethod
-    def allocate(manifest: Manifest) -> Sequence[Tensor]:
-        """Memory for a version that vLLM's workers can map."""
-        return SharedBuffers(manifest)
+    def allocate(self, manifest: Manifest) -> Sequence[Tensor]:
+        """Memory for a version that vLLM's workers can map: that of one which was loaded, if it fits."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and fits(spare, manifest) else SharedBuffers(manifest)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Sample completions; a cancelled call ends in vLLM, too.
@@ -101,7 +103,7 @@ class VllmEngine:
             for call in self._calls:
                 call.cancel()
             raise
-        self._version, self._is_whole = weights.policy_version, True
+        self._version, self._is_whole, self._spare = weights.policy_version, True, weights.buffers
 
     async def _load(self, manifest: Manifest, buffers: SharedBuffers) -> list[str]:
         """Have vLLM load a version, and serve it unless a worker has failed; gives why."""

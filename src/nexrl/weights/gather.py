@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nexrl.weights.manifest import Manifest, buckets
-from nexrl.weights.packing import pack
+from nexrl.weights.packing import allocate_bucket, pack
 
 
 def gathered_buckets(layout: Manifest, tensors: Mapping[str, Tensor], *, is_sender: bool) -> Iterator[Tensor | None]:
@@ -19,7 +19,7 @@ def gathered_buckets(layout: Manifest, tensors: Mapping[str, Tensor], *, is_send
     """
     for bucket in buckets(layout):
         if is_sender:
-            yield pack(bucket, lambda name: _whole(tensors[name]))
+            yield pack(bucket, lambda name: _whole(tensors[name]), allocate_bucket(bucket))
         else:
             for placement in bucket.placements:
                 _whole(tensors[placement.tensor.name])

@@ -21,15 +21,24 @@ class Snapshot:
     buffers: tuple[Tensor, ...]
 
 
-def snapshot(named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, bucket_bytes: int) -> Snapshot:
+def snapshot(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    *,
+    policy_version: int,
+    bucket_bytes: int,
+    replaced: Snapshot | None = None,
+) -> Snapshot:
     """Copy tensors, on whatever device, into packed buckets on the CPU, and take their digest.
 
-    Raises InvalidArgumentError for a data type that cannot be sent or a name that appears twice.
+    The memory of `replaced`, which nobody may need any more, is used again if it fits: new memory takes longer to get
+    than to fill. Raises InvalidArgumentError for a data type that cannot be sent or a name that appears twice.
     """
     named_tensors = list(named_tensors)
     layout = layout_of(named_tensors, policy_version=policy_version, bucket_bytes=bucket_bytes)
     tensors = dict(named_tensors)
-    buffers = tuple(pack(bucket, tensors.__getitem__) for bucket in buckets(layout))
+    buffers = replaced.buffers if replaced is not None and fits(replaced.buffers, layout) else tuple(allocate(layout))
+    for bucket, buffer in zip(buckets(layout), buffers, strict=True):
+        pack(bucket, tensors.__getitem__, buffer)
     return Snapshot(replace(layout, digest=digest(layout, buffers)), buffers)
 
 
@@ -50,13 +59,25 @@ def tensor_specs(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpe
 
 
 def allocate(manifest: Manifest) -> list[Tensor]:
-    """Memory for the packed buckets of `manifest`: uint8, shape [nbytes] each."""
-    return [torch.empty(bucket.nbytes, dtype=torch.uint8) for bucket in buckets(manifest)]
+    """Memory for the packed buckets of `manifest`: uint8, shape [nbytes] each.
+
+    Zeros, because what lies between two tensors is sent, too: it must not be this process's old memory.
+    """
+    return [allocate_bucket(bucket) for bucket in buckets(manifest)]
 
 
-def pack(bucket: Bucket, tensor: Callable[[str], Tensor]) -> Tensor:
-    """The packed bucket, on the CPU. `tensor` is asked for each name once, and none of its answers is kept."""
-    buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)  # zeros: padding must not carry this process's old memory
+def allocate_bucket(bucket: Bucket) -> Tensor:
+    """Memory for one."""
+    return torch.zeros(bucket.nbytes, dtype=torch.uint8)
+
+
+def fits(buffers: Sequence[Tensor], manifest: Manifest) -> bool:
+    """Whether `buffers` can hold the packed buckets of `manifest`."""
+    return [buffer.numel() for buffer in buffers] == [bucket.nbytes for bucket in buckets(manifest)]
+
+
+def pack(bucket: Bucket, tensor: Callable[[str], Tensor], buffer: Tensor) -> Tensor:
+    """Fill `buffer` with the packed bucket. `tensor` is asked for each name once, and none of its answers is kept."""
     for placement in bucket.placements:
         _view(buffer, placement.tensor, placement.offset).copy_(tensor(placement.tensor.name).detach())
     return buffer

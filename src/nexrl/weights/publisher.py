@@ -87,8 +87,14 @@ class WeightPublisher:
         """
         began = time.monotonic()
         async with self._one_at_a_time:
+            # What is being written to the shared folder must stay; what was broadcast need not.
+            replaced, self._snapshot = self._snapshot if self._published is None else None, None
             packed = await asyncio.to_thread(
-                snapshot, named_tensors, policy_version=policy_version, bucket_bytes=self._bucket_bytes
+                snapshot,
+                named_tensors,
+                policy_version=policy_version,
+                bucket_bytes=self._bucket_bytes,
+                replaced=replaced,
             )
             self._snapshot = packed
             committed_version, attempts = await self._publish(packed)
