@@ -17,6 +17,9 @@ from nexrl_inference.vllm_engine import VllmEngine
 from nexrl_inference.vllm_server import VllmServer, start_vllm
 from tests.support.vllm import POSITIONS, Reference, random_prompt, staged, untied_qwen, vllm_experiment, weights_of
 
+STEP_TOKENS = 512
+"""Less than some of these tests keep in flight."""
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 
@@ -53,7 +56,8 @@ class Deployed:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployed]:
     model = untied_qwen(tmp_path_factory.mktemp("model"))
-    experiment = vllm_experiment(model, tensorParallel=2, dataParallel=2)
+    few = ["--max-num-batched-tokens", str(STEP_TOKENS)]
+    experiment = vllm_experiment(model, tensorParallel=2, dataParallel=2, vllmArgs=few)
     server = await start_vllm(experiment.spec)
     engine = VllmEngine(server, experiment.spec, [])
     try:
@@ -128,6 +132,13 @@ async def test_requests_in_flight_meet_new_weights_as_the_experiment_says(deploy
         spans = [set(completion.policy_versions) for result in results for completion in result.completions]
         assert in_flight != "wait" or {6, 7} not in spans
     deployed.judge(await deployed.generate(), 7)
+
+
+async def test_prompts_of_more_tokens_than_a_step_takes_are_sampled_with_seeds(deployed: Deployed) -> None:
+    await deployed.load(17)
+    prompts = [tuple(random_prompt(deployed.chance, POSITIONS - 40)) for _ in range(32)]
+    for result in await asyncio.gather(*(deployed.generate(prompt_ids=prompt, seeds=(1,)) for prompt in prompts)):
+        deployed.judge(result, 17)
 
 
 async def test_weights_that_are_not_what_was_sent_are_never_served(deployed: Deployed) -> None:

@@ -31,6 +31,8 @@ START_SECONDS = 900.0
 """Longest time until it answers: a large model is compiled first."""
 STOP_SECONDS = 10.0
 BLOCK_TOKENS = 128
+STEP_TOKENS = 4096
+"""Tokens that a step on a CPU computes at least, if there are so many: of prompts and after new weights."""
 CPU_CACHE_BYTES = 2**30
 """Most memory for keys and values on a CPU, where vLLM would take a share of all there is."""
 
@@ -159,7 +161,6 @@ def environment(spec: ExperimentSpec) -> dict[str, str]:
 def command(spec: ExperimentSpec, model: Path, socket: Path) -> Sequence[str]:
     """The server's command line."""
     inference = spec.inference
-    on_a_cpu = () if _has_gpu() else ("--enforce-eager", "--kv-cache-memory-bytes", str(cpu_cache_bytes(spec)))
     return (
         # Not `vllm serve`: it asks for a distribution of the name vllm, which the CPU build is not.
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -176,8 +177,21 @@ def command(spec: ExperimentSpec, model: Path, socket: Path) -> Sequence[str]:
         *("--weight-transfer-config", f'{{"backend": "{PLUGIN}"}}'),
         *("--generation-config", "vllm"),
         "--enable-scale-out",
-        *on_a_cpu,
+        *(() if _has_gpu() else on_a_cpu(spec)),
         *inference.vllm_args,
+    )
+
+
+def on_a_cpu(spec: ExperimentSpec) -> Sequence[str]:
+    """What the server needs to be told where there is no GPU."""
+    step_tokens = max(STEP_TOKENS, row_tokens(spec), spec.inference.max_rows)
+    return (
+        "--enforce-eager",
+        *("--kv-cache-memory-bytes", str(cpu_cache_bytes(spec))),
+        # A prompt in parts draws a token for each part, which vLLM takes back from the random numbers of a seed. On a
+        # CPU it cannot, and ends: "CPU Generator does not use offset".
+        "--no-enable-chunked-prefill",
+        *("--max-num-batched-tokens", str(step_tokens)),
     )
 
 
