@@ -24,6 +24,7 @@ PACKAGES = (
 
 GRPC = {
     # Plumbing.
+    "nexrl.rpc.channel",
     "nexrl.rpc.client",
     "nexrl.rpc.interceptor",
     "nexrl.rpc.server",
