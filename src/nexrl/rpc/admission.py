@@ -6,6 +6,7 @@ import hashlib
 import json
 import ssl
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ REMEMBERED_SECONDS = 60.0
 MAX_REMEMBERED = 1000
 
 BEARER = "Bearer "
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class Admission:
@@ -51,13 +53,13 @@ class KubernetesApi:
     """The API server, and the folder with this pod's own token and the server's authority."""
 
     url: str
-    account: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+    account: Path
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "KubernetesApi":
         """That of the cluster in which this pod is. Raises FailedPreconditionError."""
         host, port = (environment.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
-        api = cls(f"https://{f'[{host}]' if ':' in str(host) else host}:{port}")
+        api = cls(f"https://{f'[{host}]' if ':' in str(host) else host}:{port}", ACCOUNT)
         if not host or not (api.account / "token").exists():
             raise FailedPreconditionError(
                 f"token_port: tokens are judged by a Kubernetes API server, and none is known: no {api.account}/token; "
@@ -84,6 +86,8 @@ class KubernetesApi:
                 status: Mapping[str, Any] = json.load(answer)["status"]
                 return status
         except (OSError, ValueError) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             raise UnavailableError(f"the token cannot be judged: {url}: {error}") from None
 
 
