@@ -58,11 +58,13 @@ STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 JOB = Kind("batch/v1", "Job", "jobs")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates")
 KINDS = {
     kind.kind: kind
     for kind in (
         *(EXPERIMENT, CONFIG_MAP, SECRET, SERVICE, CLAIM, POD, DEPLOYMENT, STATEFUL_SET, JOB, LEASE, EVENT),
-        Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
+        *(NETWORK_POLICY, CERTIFICATE),
     )
 }
 
@@ -139,8 +141,8 @@ class Api:
 
     async def text(self, path: str, query: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """The lines of an answer that is no JSON, as they come: the log of a container."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        async with self._sent("GET", path, query, None, "application/json", timeout) as response:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        async with self._sent("GET", path, query, None, "application/json", limits) as response:
             async for line in response.content:
                 yield line
 
@@ -149,10 +151,10 @@ class Api:
     ) -> AsyncIterator[tuple[str, Object]]:
         """(type, object) for each change, until the server ends the watch. Raises TimeoutError when nothing comes for
         `silence_seconds`: a connection that was cut says nothing, too."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
         query = {"watch": "true", "allowWatchBookmarks": "true", **query}
         path = kind.path(namespace)
-        async with self._sent("GET", path, query, None, "application/json", timeout) as response:
+        async with self._sent("GET", path, query, None, "application/json", limits) as response:
             async for line in response.content:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
@@ -167,14 +169,14 @@ class Api:
         query: Mapping[str, Any] | None,
         body: Mapping[str, Any] | None,
         content_type: str,
-        timeout: aiohttp.ClientTimeout | None = None,
+        limits: aiohttp.ClientTimeout | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = {"Accept": "application/json", "Content-Type": content_type}
         method, url, headers, _, _ = await self._client.param_serialize(
             method, path, query_params=dict(query or {}), header_params=headers, auth_settings=["BearerToken"]
         )
         answer = await self._client.rest_client.request(
-            method, url, headers, body, None, timeout or aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+            method, url, headers, body, None, limits or aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         )
         response: aiohttp.ClientResponse = answer.response
         async with response:
@@ -199,10 +201,14 @@ async def _configure(configuration: Configuration) -> str:
     if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
         config.load_incluster_config(configuration)
         return Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()  # noqa: ASYNC240
-    file_name = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    file_name = _kubeconfig()
     await config.load_kube_config(file_name, client_configuration=configuration)
     _, active = config.list_kube_config_contexts(file_name)
     return str(active["context"].get("namespace", "default"))
+
+
+def _kubeconfig() -> str:
+    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
 def _status(text: str, code: int) -> Object:
