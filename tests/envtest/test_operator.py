@@ -11,7 +11,7 @@ import pytest
 from nexrl.k8s.api import CLAIM, DEPLOYMENT, EVENT, EXPERIMENT, JOB, POD, SERVICE, STATEFUL_SET, Api
 from nexrl_controller.events import VersionCommitted
 from nexrl_controller.operator.server import Operator
-from tests.support.cluster import Kubelet, Services, experiment_object, operator_settings
+from tests.support.kubelet import Kubelet, Services, experiment_object, operator_settings
 from tests.support.eventually import eventually
 
 Object = dict[str, Any]
@@ -187,7 +187,7 @@ async def test_an_operator_that_starts_again_changes_nothing_of_what_runs(
             await eventually(has_three)
         after = await _generations(api, namespace)
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        assert changed == {"five-rollout"}
+        assert changed == {"StatefulSet five-rollout"}
 
 
 def _is_reconciled(operator: Operator, key: tuple[str, str]) -> Any:
@@ -201,7 +201,7 @@ async def _generations(api: Api, namespace: str) -> dict[str, int]:
     found = {}
     for kind in (DEPLOYMENT, STATEFUL_SET, JOB, SERVICE):
         for item in (await api.list(kind, namespace))["items"]:
-            found[item["metadata"]["name"]] = item["metadata"].get("generation", 0)
+            found[f"{kind.kind} {item['metadata']['name']}"] = item["metadata"].get("generation", 0)
     return found
 
 

@@ -91,11 +91,16 @@ class Api:
         """One page of a list."""
         return await self.request("GET", kind.path(namespace), query=query)
 
-    async def apply(self, item: Mapping[str, Any], *, subresource: str = "", manager: str = FIELD_MANAGER) -> Object:
-        """Server-side apply: the object has these fields from now on; what others manage stays."""
+    async def apply(
+        self, item: Mapping[str, Any], *, subresource: str = "", manager: str = FIELD_MANAGER, dry_run: bool = False
+    ) -> Object:
+        """Server-side apply: the object has these fields from now on; what others manage stays.
+
+        `dry_run`: only judge it.
+        """
         kind, metadata = KINDS[item["kind"]], item["metadata"]
         path = kind.path(metadata.get("namespace", self.namespace), metadata["name"], subresource)
-        query = {"fieldManager": manager, "force": "true"}
+        query = {"fieldManager": manager, "force": "true", **({"dryRun": "All"} if dry_run else {})}
         return await self.request("PATCH", path, query=query, body=item, content_type="application/apply-patch+yaml")
 
     async def create(self, item: Mapping[str, Any]) -> Object:

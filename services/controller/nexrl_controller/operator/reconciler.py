@@ -48,8 +48,8 @@ Object = dict[str, Any]
 
 MANAGER = "nexrl.dev/experiment-controller"
 OWNED = (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB, POD)
-REFUSED = (400, 403, 422)
-"""What the API server will refuse again."""
+REFUSED_SECONDS = 60.0
+"""Time until what the API server has refused is tried again."""
 
 RECONCILED = Counter("nexrl_operator_reconcile_total", "Reconciliations.", ["result"])
 SECONDS = Histogram("nexrl_operator_reconcile_duration_seconds", "Time of one reconciliation.")
@@ -144,12 +144,10 @@ class Reconciler:
             for item in plan.delete:
                 await self._delete(item)
         except (ApiError, FailedPreconditionError) as error:
-            if isinstance(error, ApiError) and error.code not in REFUSED:
+            reason = _refusal(error)
+            if reason is None:
                 raise
-            reason = "NotAllowed" if isinstance(error, ApiError) and error.code == 403 else "InvalidTemplate"
-            if isinstance(error, FailedPreconditionError):
-                reason = "MissingSecret"
-            await self._event(observed, "Warning", f"FailedToCreate{reason}", error.message)
+            plan.again_in = REFUSED_SECONDS  # a quota may be wider by then, a Secret there
             return Verdict(accepted=reason, accepted_message=error.message)
         audit = None
         if self._followers.is_following(key) and observed.ready("controller"):
@@ -160,6 +158,10 @@ class Reconciler:
         if plan.apply:
             for item in await self._identity.objects(renderer):
                 await self._api.apply(item)
+        for (
+            item
+        ) in plan.apply:  # all or nothing: what one template has wrong is not to be found with the others running
+            await self._api.apply(item, dry_run=True)
         for item in plan.apply:
             self._note(await self._api.apply(item))
             if item["kind"] in ("Deployment", "StatefulSet", "Job"):
@@ -292,6 +294,17 @@ class Reconciler:
 
 
 _ALL = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool", "controller")
+
+
+def _refusal(error: ApiError | FailedPreconditionError) -> str | None:
+    """The reason for which an experiment is not accepted; None for an error that may pass."""
+    if isinstance(error, FailedPreconditionError):
+        return "MissingSecret"
+    if error.code == 403:
+        return "NotAllowed"
+    # A quantity that is none is no error of the caller's, to the API server.
+    is_invalid = error.code in (400, 422) or "failed to convert" in error.message
+    return "InvalidTemplate" if is_invalid else None
 
 
 def _owner_uid(item: Object) -> str:
