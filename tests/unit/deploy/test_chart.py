@@ -5,6 +5,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from nexrl_controller.operator.settings import OperatorSettings
 from tests.support.helm import (
     CHART,
     EVERYTHING,
@@ -177,3 +178,15 @@ def test_restart_is_for_a_reason() -> None:
     """Nothing that changes with each version of the chart is in a pod's labels."""
     for item in of_kind(objects(()), "Deployment", "StatefulSet"):
         assert "helm.sh/chart" not in item["spec"]["template"]["metadata"]["labels"]
+
+
+@variants
+def test_operator_is_told_what_it_asks_for(values: tuple[str, ...]) -> None:
+    """The chart sets settings that exist, and all that have no default."""
+    (operator,) = of_kind(objects(values), "Deployment")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    prefix = "NEXRL_OPERATOR_"
+    told = {item["name"].removeprefix(prefix).lower() for item in container["env"] if item["name"].startswith(prefix)}
+    fields = OperatorSettings.model_fields
+    assert told <= fields.keys()
+    assert {name for name, field in fields.items() if field.is_required()} <= told
