@@ -111,7 +111,7 @@ test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of K
 .PHONY: scan
 scan: $(SCANNER_INSTALLED) ## The policy scanner checkov on the rendered chart and the Dockerfile; exceptions: deploy/checkov.yaml
 	rendered=$$(mktemp -d); trap 'rm -rf "$$rendered"' EXIT; \
-	helm template nexrl deploy/helm --kube-version 1.36.0 > "$$rendered/chart.yaml"; cp docker/Dockerfile "$$rendered"; \
+	helm template nexrl deploy/helm --namespace nexrl --kube-version 1.36.0 > "$$rendered/chart.yaml"; cp docker/Dockerfile "$$rendered"; \
 	LOG_LEVEL=ERROR .venv-scanner/bin/checkov --config-file deploy/checkov.yaml --directory "$$rendered"
 
 $(SCANNER_INSTALLED):
