@@ -31,8 +31,7 @@ def experiment_name(namespace: str, experiment: str) -> str:
 
 def namespace_of(name: str) -> str:
     """The namespace of the experiment whose name this is."""
-    _, _, rest = name.partition(".")
-    return rest.removesuffix(f".{_EXPERIMENTS}")
+    return name.removesuffix(f".{_EXPERIMENTS}").rpartition(".")[2]  # an experiment's name may have dots itself
 
 
 @dataclass(frozen=True)

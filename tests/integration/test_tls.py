@@ -27,14 +27,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Servicer(Fake):
-    """Says 7; waits for `may_end` when asked to, as does its stream."""
+    """Says 7; waits for `may_end` when asked to, as does its stream. `shown`: the certificate of the last caller."""
 
     def __init__(self) -> None:
         super().__init__()
         self.may_end = asyncio.Event()
         self.entered = asyncio.Event()
+        self.shown = b""
 
     async def StartValidation(self, request: pb.StartValidationRequest, context: Context) -> pb.StartValidationResponse:
+        self.shown = b"".join(context.auth_context()["x509_pem_cert"])
         self.entered.set()
         if request.request_id == "wait":
             await self.may_end.wait()
@@ -95,11 +97,35 @@ async def test_processes_of_one_experiment_reach_each_other_at_any_address(ours:
                 assert await ask(channel) == 7
 
 
-async def test_the_operator_is_let_in_everywhere(ours: Tls, authority: Authority, tmp_path: Path) -> None:
-    operator = authority.write(tmp_path / "operator", OPERATOR)
-    as_operator = Tls(operator.ca, OURS, operator.certificate, operator.key)
-    async with running_service(tmp_path, serving(Servicer())) as process, connect(process.address, as_operator) as own:
-        assert await ask(own) == 7
+@pytest.mark.parametrize("name", [OPERATOR, "*.team.experiment.nexrl.dev"])
+async def test_the_operator_and_who_is_the_whole_namespace_are_let_in(
+    ours: Tls, authority: Authority, tmp_path: Path, name: str
+) -> None:
+    shown = authority.write(tmp_path / "shown", name)
+    to_us = Tls(shown.ca, OURS, shown.certificate, shown.key)
+    async with running_service(tmp_path, serving(Servicer())) as process, connect(process.address, to_us) as channel:
+        assert await ask(channel) == 7
+
+
+async def test_one_certificate_may_serve_all_experiments_of_a_namespace(
+    ours: Tls, authority: Authority, tmp_path: Path
+) -> None:
+    authority.write(tmp_path / "ours", "*.team.experiment.nexrl.dev")
+    async with running_service(tmp_path, serving(Servicer())) as process, connect(process.address) as channel:
+        assert await ask(channel) == 7
+
+
+@pytest.mark.parametrize(
+    "name", ["*.elsewhere.experiment.nexrl.dev", "*.experiment.nexrl.dev", "team.experiment.nexrl.dev"]
+)
+async def test_a_name_that_only_looks_alike_is_refused(
+    ours: Tls, authority: Authority, tmp_path: Path, name: str
+) -> None:
+    shown = authority.write(tmp_path / "shown", name)
+    to_us = Tls(shown.ca, OURS, shown.certificate, shown.key)
+    async with running_service(tmp_path, serving(Servicer())) as process, connect(process.address, to_us) as channel:
+        with pytest.raises(PermissionDeniedError):
+            await ask(channel)
 
 
 async def test_another_experiment_is_refused_in_calls_and_streams(
@@ -184,6 +210,21 @@ async def ask_once(channel: grpc.aio.Channel) -> int:
     """Without the repetitions of `call`, which could hide a failure."""
     request = pb.StartValidationRequest(request_id="one")
     return (await ValidatorServiceStub(channel).StartValidation(request, timeout=20)).samples
+
+
+async def test_a_channel_shows_its_new_certificate_from_the_next_call_on(
+    ours: Tls, authority: Authority, tmp_path: Path
+) -> None:
+    mine = authority.write(tmp_path / "mine")
+    assert mine.certificate
+    async with (
+        running_service(tmp_path, serving(servicer := Servicer())) as process,
+        connect(process.address, mine) as channel,
+    ):
+        for _ in range(3):
+            authority.write(tmp_path / "mine")
+            assert await ask_once(channel) == 7
+            assert servicer.shown == mine.certificate.read_bytes()
 
 
 async def test_a_running_server_shows_its_new_certificate(ours: Tls, authority: Authority, tmp_path: Path) -> None:

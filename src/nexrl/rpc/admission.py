@@ -30,6 +30,7 @@ class Admission:
 
     def __init__(self, tls: Tls, reviews: "TokenReviews | None" = None) -> None:
         self._name = tls.name
+        self._welcome = {tls.name, f"*.{tls.name.partition('.')[2]}", OPERATOR}
         self._reviews = reviews
 
     async def admit(self, certificate_names: Iterable[str], authorization: str) -> None:
@@ -38,7 +39,7 @@ class Admission:
         Raises UnauthenticatedError, PermissionDeniedError; UnavailableError when a token cannot be judged now.
         """
         if names := set(certificate_names):
-            if not names & {self._name, OPERATOR}:
+            if not names & self._welcome:
                 raise PermissionDeniedError(f"the certificate is for {', '.join(sorted(names))}; this is {self._name}")
         elif authorization.startswith(BEARER) and self._reviews:
             await self._reviews.admit(authorization.removeprefix(BEARER).strip())

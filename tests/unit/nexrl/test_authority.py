@@ -21,7 +21,7 @@ def test_a_certificate_names_its_experiment_and_its_services(ca: Issued) -> None
     issued = issue(ca, ["pool.team.svc", NAME], NAME)
     assert names_of(issued.certificate) == [NAME, "pool.team.svc"]
     assert NAME == "sort-digits.team.experiment.nexrl.dev"
-    assert namespace_of(NAME) == "team"
+    assert namespace_of(NAME) == namespace_of(experiment_name("team", "with.dots")) == "team"
 
 
 def test_the_longest_names_of_kubernetes_fit(ca: Issued) -> None:
