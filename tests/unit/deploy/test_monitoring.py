@@ -11,6 +11,7 @@ import promql_parser
 import pytest
 import yaml
 
+from nexrl_controller.logging_backends import PROMETHEUS_NAMES
 from tests.support.guide import ROOT
 from tests.support.helm import CHART
 
@@ -76,3 +77,10 @@ def test_alert_is_about_a_metric_of_the_code_and_has_a_runbook(alert: dict[str, 
     assert ROOT / file_name == RUNBOOKS
     assert anchor == alert["alert"].lower()
     assert f"### {alert['alert']}\n" in RUNBOOKS.read_text()
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: str(board.stem))
+def test_dashboard_names_training_metrics_that_are_shown(board: Path) -> None:
+    for expression in expressions(board):
+        for names in re.findall(r'nexrl_metric\{name=~?"([^"]+)"', expression):
+            assert set(names.split("|")) <= PROMETHEUS_NAMES
