@@ -11,8 +11,8 @@ import pytest
 from nexrl.k8s.api import CLAIM, DEPLOYMENT, EVENT, EXPERIMENT, JOB, POD, SERVICE, STATEFUL_SET, Api
 from nexrl_controller.events import VersionCommitted
 from nexrl_controller.operator.server import Operator
-from tests.support.kubelet import Kubelet, Services, experiment_object, operator_settings
 from tests.support.eventually import eventually
+from tests.support.kubelet import Kubelet, Services, experiment_object, operator_settings
 
 Object = dict[str, Any]
 
@@ -98,7 +98,10 @@ async def test_an_experiment_runs_to_its_end(api: Api, namespace: str, kubelet: 
     status = found["status"]
     assert status["progress"]["step"] == 4
     assert status["progress"]["reward"] == "0.75"
-    assert status["audit"] == {"granted": 10, "trained": 8, "dropped": 2, "inFlight": 0, "findings": 0}
+    assert status["audit"] == {
+        "request": "final",
+        **{"granted": 10, "trained": 8, "dropped": 2, "inFlight": 0, "findings": 0},
+    }
     complete = await condition(api, namespace, "one", "Complete")
     assert (complete["status"], complete["reason"]) == ("True", "Completed")
     for kind in (DEPLOYMENT, STATEFUL_SET, JOB):

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -16,16 +16,18 @@ from nexrl.spec import Experiment
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.activity_service_pb2_grpc import add_ActivityServiceServicer_to_server
 from nexrl.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
-from nexrl.v1.trajectory_pool_service_pb2_grpc import (
-    TrajectoryPoolServiceServicer,
-    add_TrajectoryPoolServiceServicer_to_server,
-)
+from nexrl.v1.trajectory_pool_service_pb2_grpc import add_TrajectoryPoolServiceServicer_to_server
 from nexrl_controller.activity import Module
 from nexrl_controller.controller import Controller
 from nexrl_controller.operator.settings import OperatorSettings
 from nexrl_controller.operator.work_queue import Key
 from nexrl_controller.service import ActivityServicer, ControllerServicer
 from nexrl_controller.state import State
+
+if TYPE_CHECKING:  # the generated class is abstract to type checkers only; a fake has the methods that are called
+    from builtins import object as TrajectoryPoolServiceServicer  # noqa: N812
+else:
+    from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceServicer
 
 Object = dict[str, Any]
 PLAY_SECONDS = 0.1
@@ -174,7 +176,7 @@ class Services:
         server = grpc.aio.server(interceptors=[EdgeInterceptor()])
         add_ControllerServiceServicer_to_server(ControllerServicer(controller), server)
         add_ActivityServiceServicer_to_server(ActivityServicer(controller), server)
-        add_TrajectoryPoolServiceServicer_to_server(_Pool(), server)
+        add_TrajectoryPoolServiceServicer_to_server(_Pool(), server)  # type: ignore[arg-type]
         key = document["metadata"]["namespace"], document["metadata"]["name"]
         self._addresses[key] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         self.controllers[key] = controller

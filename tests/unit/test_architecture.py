@@ -38,6 +38,8 @@ GRPC = {
     "nexrl.local.replay",
     "nexrl.local.temporary",
     "nexrl.policy",
+    "nexrl_controller.operator.followers",
+    "nexrl_controller.operator.server",
     "nexrl_inference.replica",
     "nexrl_trainer.loop",
     "nexrl_trainer.processor",
@@ -57,13 +59,15 @@ REDIS = {
     "nexrl_weight_sync.store",
 }
 
+KUBERNETES = {"nexrl.k8s.api"}
+
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
     return grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
 
 
-@pytest.mark.parametrize(("package", "allowed"), [("grpc", GRPC), ("redis", REDIS)])
+@pytest.mark.parametrize(("package", "allowed"), [("grpc", GRPC), ("redis", REDIS), ("kubernetes", KUBERNETES)])
 def test_only_named_modules_import_the_package(graph: grimp.ImportGraph, package: str, allowed: set[str]) -> None:
     importers = graph.find_modules_that_directly_import(package)
     assert {module for module in importers if not module.startswith("nexrl.v1.")} == allowed

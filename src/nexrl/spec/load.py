@@ -76,6 +76,14 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return experiment
 
 
+def read_document(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The document at `path` with these overrides; what is in it is not judged. Raises SpecError."""
+    document = _read(path)
+    if violations := _apply(overrides, document):
+        raise _spec_error(path, violations)
+    return document
+
+
 def parse_experiment(document: Mapping[str, Any], folder: Path) -> Experiment:
     """The experiment of a document that is not in a file, as a cluster's API server gives it; paths start at `folder`.
 

@@ -40,8 +40,10 @@ _PROGRESS = {
 
 _AUDIT = {
     "type": "object",
-    "description": "The ledger, counted again from its records when training had ended.",
+    "description": "The ledger, counted again from its records: when training had ended, or when it was asked for.",
     "properties": {
+        "request": {**_TEXT, "description": "Which request this answers: the annotation nexrl.dev/audit, or final."},
+        "problem": {**_TEXT, "description": "Why it could not be counted."},
         "granted": {**_COUNT, "description": "Samples handed out."},
         "trained": {**_COUNT, "description": "Samples trained, each once."},
         "dropped": {**_COUNT, "description": "Samples dropped, for reasons that are counted."},

@@ -19,6 +19,9 @@ Object = dict[str, Any]
 
 ROLLING = ("rollout", "inference")
 """Components whose pods are replaced one by one when their template changes."""
+AUDIT_ANNOTATION = "nexrl.dev/audit"
+"""With a value that is not that of status.audit.request: the ledger is to be counted now."""
+FINAL_AUDIT = "final"
 CONTROLLER_WAVE = BY_NAME["controller"].wave
 
 
@@ -46,7 +49,8 @@ class Plan:
     """What the experiment's controller should hear of."""
     ended_job: Object | None = None
     """The trainer's Job, which has ended: the controller says whether another is made."""
-    wants_audit: bool = False
+    audit: str = ""
+    """The request that a count of the ledger answers; "" when none is wanted."""
     failed: tuple[str, str] | None = None
     pending_change: str = ""
     again_in: float | None = None
@@ -68,7 +72,7 @@ def make_plan(observed: Observed, renderer: Renderer) -> Plan:
         case Stage.RUN:
             _run(plan, observed, renderer)
         case Stage.END:
-            plan.wants_audit = _may_audit(observed)
+            plan.audit = FINAL_AUDIT if _may_audit(observed) else ""
             _stop(plan, observed, CONTROLLER_WAVE - 1)
         case Stage.PAUSE:
             _stop(plan, observed, CONTROLLER_WAVE)
@@ -90,6 +94,8 @@ def _run(plan: Plan, observed: Observed, renderer: Renderer) -> None:
         return
     plan.again_in = _next_deadline(observed, renderer)
     plan.exits = list(observed.exits())
+    asked = observed.resource["metadata"].get("annotations", {}).get(AUDIT_ANNOTATION, "")
+    plan.audit = asked if asked != _audited(observed) and observed.ready("trajectory-pool") else ""
     is_on = any(observed.workloads(name) for name in BY_NAME)
     if not is_on and observed.living(*BY_NAME):
         return  # pods of before a pause: their successors would find their volume and their names taken
@@ -162,14 +168,18 @@ def _stop(plan: Plan, observed: Observed, last_wave: int) -> None:
         workloads = [item for name in components for item in observed.workloads(name)]
         if workloads or observed.living(*components):
             is_pool = "trajectory-pool" in components
-            plan.delete = [] if is_pool and plan.wants_audit else workloads
+            plan.delete = [] if is_pool and plan.audit else workloads
             return
 
 
 def _may_audit(observed: Observed) -> bool:
     """The ledger is counted when nobody changes it any more, by the pool, before that stops."""
     is_quiet = not observed.living(*components_in_wave(0), *components_in_wave(1))
-    return is_quiet and "audit" not in observed.status and observed.ready("trajectory-pool") > 0
+    return is_quiet and _audited(observed) != FINAL_AUDIT and observed.ready("trajectory-pool") > 0
+
+
+def _audited(observed: Observed) -> str:
+    return str(observed.status.get("audit", {}).get("request", ""))
 
 
 def _expire(plan: Plan, observed: Observed, renderer: Renderer) -> None:

@@ -48,6 +48,7 @@ Object = dict[str, Any]
 
 MANAGER = "nexrl.dev/experiment-controller"
 OWNED = (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB, POD)
+MAX_PROBLEM = 500
 REFUSED_SECONDS = 60.0
 """Time until what the API server has refused is tried again."""
 
@@ -174,7 +175,9 @@ class Reconciler:
             self._note(changed)
             await self._event(observed, "Normal", "Scaled", f"{metadata['name']} has {replicas} replicas")
 
-    async def _converse(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> Mapping[str, int] | None:
+    async def _converse(
+        self, key: Key, observed: Observed, renderer: Renderer, plan: Plan
+    ) -> Mapping[str, int | str] | None:
         """Tell the experiment's controller what has ended, and ask it what is to start again."""
         for exit in plan.exits:
             await self._followers.tell_exit(key, exit)
@@ -182,7 +185,7 @@ class Reconciler:
             await self._start_gang_again(key, observed, renderer, plan)
         if plan.failed is not None:
             await self._followers.stop(key, f"{plan.failed[0]}: {plan.failed[1]}")
-        audit = await self._audit(key) if plan.wants_audit else None
+        audit = await self._audit(key, plan.audit) if plan.audit else None
         if plan.stage in (Stage.END, Stage.CLEAR):
             await self._followers.tell_stopped(key, [instance_of(pod) for pod in observed.living(*_ALL)])
         return audit
@@ -206,12 +209,11 @@ class Reconciler:
             observed, "Warning", "GangRestarted", f"{job['metadata']['name']} ended; {item['metadata']['name']} goes on"
         )
 
-    async def _audit(self, key: Key) -> Mapping[str, int] | None:
+    async def _audit(self, key: Key, request: str) -> Mapping[str, int | str]:
         try:
-            return await self._followers.audit(key)
+            return {"request": request, **await self._followers.audit(key)}
         except NexrlError as error:
-            log.warning("%s/%s: no audit: %s", *key, error)
-            return {"findings": -1}
+            return {"request": request, "problem": error.message[:MAX_PROBLEM]}
 
     async def _delete(self, item: Object) -> None:
         metadata = item["metadata"]

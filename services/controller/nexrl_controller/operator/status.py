@@ -40,7 +40,7 @@ class Verdict:
     """Reason and message of a failure that the operator has found."""
     pending_change: str = ""
     """What of the spec has changed and is not in effect."""
-    audit: Mapping[str, int] | None = None
+    audit: Mapping[str, int | str] | None = None
 
 
 def is_finished(status: Mapping[str, Any]) -> bool:
