@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from nexrl.errors import NexrlError
-from nexrl.rpc.client import call, new_request_id, watch
+from nexrl.rpc.client import call, new_request_id
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
@@ -23,6 +22,8 @@ log = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
 AUDIT_SECONDS = 60.0
+WATCH_SECONDS = 300.0
+RETRY_SECONDS = 1.0
 IN_FLIGHT = ("open", "leased", "grouping", "ready", "batched")
 
 
@@ -118,15 +119,14 @@ class Followers:
     async def _follow(self, key: Key, channel: grpc.aio.Channel) -> None:
         stub = ControllerServiceStub(channel)
         while True:
+            await channel.channel_ready()  # where nobody listens, gRPC tries again at its own pace
             try:
-                # Where nobody listens yet, gRPC tries again at its own pace; our loop would ask twenty times a second.
-                await asyncio.wait_for(channel.channel_ready(), None)
-                async for message in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
+                async for message in stub.WatchExperiment(pb.WatchExperimentRequest(), timeout=WATCH_SECONDS):
                     self._seen[key] = seen_of(message.experiment)
                     self._on_change(key)
-            except NexrlError as error:
-                log.warning("%s/%s: its controller: %s", *key, error)
-                await asyncio.sleep(CALL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                log.info("%s/%s: its controller: %s", *key, error.details())
+                await asyncio.sleep(RETRY_SECONDS)
 
 
 def seen_of(experiment: pb.Experiment) -> Seen:

@@ -1,6 +1,6 @@
 """What the cluster and the experiment's controller say about one experiment, and questions to it. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -76,6 +76,8 @@ class Observed:
     pods: Sequence[Object]
     seen: Seen | None
     now: float
+    disrupted: Collection[str] = ()
+    """Names of Jobs whose pods, gone by now, had to leave their node."""
 
     @property
     def status(self) -> Mapping[str, Any]:
@@ -125,11 +127,12 @@ class Observed:
             ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
             if ended:
                 return _exit(uid, "trainer", ended)
-        return Exit(uid, "trainer", -9, "its pod is gone")
+        is_complete = condition(job, "Complete").get("status") == "True"
+        return Exit(uid, "trainer", 0 if is_complete else -9, "its pod is gone")
 
     def is_disrupted(self, job: Object) -> bool:
         """Whether a Job ended since its node was drained, or something more important took its place."""
-        return any(condition(pod, "DisruptionTarget").get("status") == "True" for pod in self._pods_of(job))
+        return job["metadata"]["name"] in self.disrupted or any(map(is_disrupted, self._pods_of(job)))
 
     def controller_restarts(self) -> int:
         """Restarts of the controller's container."""
@@ -143,8 +146,7 @@ class Observed:
         return None
 
     def _pods_of(self, job: Object) -> Iterator[Object]:
-        name = job["metadata"]["name"]
-        return (pod for pod in self.pods if pod["metadata"]["labels"].get("batch.kubernetes.io/job-name") == name)
+        return (pod for pod in self.pods if job_of(pod) == job["metadata"]["name"])
 
 
 def component_of(item: Object) -> str:
@@ -165,6 +167,16 @@ def instance_of(pod: Object) -> str:
         return f"{component}-{index}"
     variables = pod.get("spec", {}).get("containers", [{}])[0].get("env", [])
     return str(next((v["value"] for v in variables if v["name"] == "NEXRL_INSTANCE" and "value" in v), name))
+
+
+def job_of(pod: Object) -> str:
+    """The name of the Job that a pod belongs to; "" for none."""
+    return str(pod["metadata"]["labels"].get("batch.kubernetes.io/job-name", ""))
+
+
+def is_disrupted(pod: Object) -> bool:
+    """Whether a pod had to leave its node."""
+    return condition(pod, "DisruptionTarget").get("status") == "True"
 
 
 def attempt_of(item: Object) -> int:

@@ -101,7 +101,7 @@ def _run(plan: Plan, observed: Observed, renderer: Renderer) -> None:
         return  # pods of before a pause: their successors would find their volume and their names taken
     for item in renderer.foundation():
         # Of what runs, nothing is rendered anew: another version of this operator must not disturb it.
-        if not observed.has(item) or (not is_on and item["kind"] == "ConfigMap"):
+        if not observed.has(item) or (not is_on and item["kind"] != "PersistentVolumeClaim"):
             plan.apply.append(item)
     configuration = observed.find(renderer.config_map())
     if is_on and configuration is not None and _revision(configuration) != renderer.configuration_revision():

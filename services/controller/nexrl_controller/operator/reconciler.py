@@ -36,6 +36,8 @@ from nexrl_controller.operator.observed import (
     has_finished,
     instance_of,
     is_deleted,
+    is_disrupted,
+    job_of,
 )
 from nexrl_controller.operator.plan import Plan, Stage, make_plan
 from nexrl_controller.operator.settings import OperatorSettings
@@ -49,6 +51,7 @@ Object = dict[str, Any]
 MANAGER = "nexrl.dev/experiment-controller"
 OWNED = (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB, POD)
 MAX_PROBLEM = 500
+RETRY_SECONDS = 2.0
 REFUSED_SECONDS = 60.0
 """Time until what the API server has refused is tried again."""
 
@@ -71,6 +74,9 @@ class Reconciler:
         self._followers = followers
         self._identity = identity
         self._shown: dict[Key, str] = {}
+        self._disrupted: dict[Key, set[str]] = {}
+        self._identified: dict[Key, float] = {}
+        """When the Secrets of an experiment were looked at last."""
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
         self.owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in OWNED}
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
@@ -121,7 +127,10 @@ class Reconciler:
         # Those of an experiment of this name that was deleted are the garbage collector's.
         children = [item for item in items if item["kind"] != POD.kind and _owner_uid(item) in ("", uid)]
         pods = [item for item in items if item["kind"] == POD.kind]
-        return Observed(resource, children, pods, self._followers.seen(key), time.time())
+        # A Job has ended when its pod is gone: why that one had to leave must be known by then.
+        disrupted = self._disrupted.setdefault(key, set())
+        disrupted.update(job_of(pod) for pod in pods if is_disrupted(pod))
+        return Observed(resource, children, pods, self._followers.seen(key), time.time(), disrupted)
 
     def _renderer(self, resource: Object) -> Renderer:
         metadata = resource["metadata"]
@@ -152,13 +161,19 @@ class Reconciler:
             return Verdict(accepted=reason, accepted_message=error.message)
         audit = None
         if self._followers.is_following(key) and observed.ready("controller"):
-            audit = await self._converse(key, observed, renderer, plan)
+            try:
+                audit = await self._converse(key, observed, renderer, plan)
+            except NexrlError as error:  # one that is away for a moment; the status tells of all else meanwhile
+                log.info("%s/%s: its controller: %s", *key, error)
+                plan.again_in = RETRY_SECONDS
         return Verdict(failed=plan.failed, pending_change=plan.pending_change, audit=audit)
 
     async def _start(self, observed: Observed, renderer: Renderer, plan: Plan) -> None:
-        if plan.apply:
+        key = renderer.owner.namespace, renderer.owner.name
+        if plan.apply or observed.now - self._identified.get(key, 0.0) >= RENEW_SECONDS:
             for item in await self._identity.objects(renderer):
                 await self._api.apply(item)
+            self._identified[key] = observed.now
         for (
             item
         ) in plan.apply:  # all or nothing: what one template has wrong is not to be found with the others running
@@ -250,7 +265,7 @@ class Reconciler:
         seen = observed.seen
         if seen is not None and status.get("progress", {}).get("step") != seen.step:
             self._queue.add_after(key, PROGRESS_SECONDS)
-        if plan.stage is Stage.RUN and self._settings.tls == "operator":
+        if plan.stage is Stage.RUN and self._settings.tls == "operator" and plan.again_in is None:
             self._queue.add_after(key, RENEW_SECONDS)
 
     def _show(self, metadata: Mapping[str, Any], phase: str) -> None:
@@ -265,6 +280,8 @@ class Reconciler:
     async def _forget(self, key: Key) -> None:
         await self._followers.drop(key)
         self._queue.forget(key)
+        self._disrupted.pop(key, None)
+        self._identified.pop(key, None)
         if (shown := self._shown.pop(key, None)) is not None:
             PHASES.remove(*key, shown)
 
