@@ -39,9 +39,10 @@ def stored(item: Object) -> Object:
 
 def pod(made: Renderer, component: str, **status: Any) -> Object:
     known = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}], **status}
-    metadata = {"name": f"x-{component}-0", "uid": f"uid-{component}", "labels": dict(made.selector(component))}
+    labels = dict(made.selector(component))
     if component == "trainer":
-        metadata["labels"]["batch.kubernetes.io/job-name"] = "x-trainer-1"
+        labels["batch.kubernetes.io/job-name"] = "x-trainer-1"
+    metadata = {"name": f"x-{component}-0", "uid": f"uid-{component}", "labels": labels}
     return {"kind": "Pod", "metadata": metadata, "status": known}
 
 
@@ -103,7 +104,7 @@ def test_a_change_that_slipped_through_waits_for_a_suspension() -> None:
 def test_components_stop_each_before_what_it_needs() -> None:
     made = renderer(suspend=True)
     order = [("rollout", "trainer"), ("inference", "weight-sync"), ("trajectory-pool",), ("controller",)]
-    left = ALL
+    left: tuple[str, ...] = ALL
     for wave in order:
         plan = make_plan(observed(made, running=left), made)
         assert names(plan.delete) == names([made.workloads(1)[name] for name in wave])
