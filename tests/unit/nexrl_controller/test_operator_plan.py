@@ -64,6 +64,14 @@ def test_a_new_experiment_gets_all_its_objects() -> None:
     assert new_status(empty, made, Verdict())["phase"] == "Pending"
 
 
+def test_it_waits_until_nothing_is_left_of_a_deleted_experiment_of_its_name() -> None:
+    made = renderer()
+    resource = {"metadata": {"name": "x", "namespace": "rl", "uid": "u"}}
+    plan = make_plan(Observed(resource, [], [], None, NOW, has_predecessor=True), made)
+    assert not plan.apply
+    assert plan.again_in
+
+
 def test_nothing_is_done_where_nothing_is_missing() -> None:
     made = renderer()
     plan = make_plan(observed(made), made)

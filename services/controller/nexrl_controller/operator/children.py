@@ -401,8 +401,8 @@ class Renderer:
             yield "tls", (TLS_FOLDER, {"secret": {"secretName": secret}})
 
     def _judges_tokens(self, component: Component) -> bool:
-        """Rollout workers of others, which show a token, call these two."""
-        return self.settings.tls != "off" and component.name in ("trajectory-pool", "controller")
+        """Rollout workers of others, which show a token, call all but these two."""
+        return self.settings.tls != "off" and component.name not in ("rollout", "trainer")
 
     def _pod_annotations(self, component: Component) -> dict[str, str]:
         if component.name != "trainer":

@@ -78,6 +78,8 @@ class Observed:
     now: float
     disrupted: Collection[str] = ()
     """Names of Jobs whose pods, gone by now, had to leave their node."""
+    has_predecessor: bool = False
+    """Whether objects of a deleted experiment of this name are still there."""
 
     @property
     def status(self) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ ROLLING = ("rollout", "inference")
 """Components whose pods are replaced one by one when their template changes."""
 AUDIT_ANNOTATION = "nexrl.dev/audit"
 """With a value that is not that of status.audit.request: the ledger is to be counted now."""
+PREDECESSOR_SECONDS = 2.0
 FINAL_AUDIT = "final"
 CONTROLLER_WAVE = BY_NAME["controller"].wave
 
@@ -97,8 +98,10 @@ def _run(plan: Plan, observed: Observed, renderer: Renderer) -> None:
     asked = observed.resource["metadata"].get("annotations", {}).get(AUDIT_ANNOTATION, "")
     plan.audit = asked if asked != _audited(observed) and observed.ready("trajectory-pool") else ""
     is_on = any(observed.workloads(name) for name in BY_NAME)
-    if not is_on and observed.living(*BY_NAME):
-        return  # pods of before a pause: their successors would find their volume and their names taken
+    if not is_on and (observed.living(*BY_NAME) or observed.has_predecessor):
+        # Pods of before a pause, or a volume with the checkpoints of another: wait until they are gone.
+        plan.again_in = PREDECESSOR_SECONDS
+        return
     for item in renderer.foundation():
         # Of what runs, nothing is rendered anew: another version of this operator must not disturb it.
         if not observed.has(item) or (not is_on and item["kind"] != "PersistentVolumeClaim"):

@@ -125,12 +125,16 @@ class Reconciler:
         items = self._children.get(key, {}).values()
         uid = resource["metadata"]["uid"]
         # Those of an experiment of this name that was deleted are the garbage collector's.
-        children = [item for item in items if item["kind"] != POD.kind and _owner_uid(item) in ("", uid)]
+        objects = [item for item in items if item["kind"] != POD.kind]
+        children = [item for item in objects if _owner_uid(item) in ("", uid)]
         pods = [item for item in items if item["kind"] == POD.kind]
         # A Job has ended when its pod is gone: why that one had to leave must be known by then.
         disrupted = self._disrupted.setdefault(key, set())
         disrupted.update(job_of(pod) for pod in pods if is_disrupted(pod))
-        return Observed(resource, children, pods, self._followers.seen(key), time.time(), disrupted)
+        has_predecessor = len(children) < len(objects)
+        return Observed(
+            resource, children, pods, self._followers.seen(key), time.time(), disrupted, has_predecessor=has_predecessor
+        )
 
     def _renderer(self, resource: Object) -> Renderer:
         metadata = resource["metadata"]
