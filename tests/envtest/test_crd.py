@@ -10,13 +10,11 @@ import pytest
 from nexrl.errors import InvalidArgumentError
 from nexrl.k8s.api import EXPERIMENT, Api, ApiError
 from nexrl.spec import parse_experiment, yaml_core
-from nexrl.spec.crd import crd_file
 from tests.support.guide import ROOT
 from tests.support.kubelet import experiment_object
 
 Object = dict[str, Any]
 
-CRD_FILE = ROOT / "deploy/helm/files/experiments.nexrl.dev.yaml"
 EXAMPLES = [
     "examples/sort-digits.yaml",
     "examples/sort-digits/experiment.yaml",
@@ -221,8 +219,3 @@ async def test_scale_reads_and_writes_the_rollouts(api: Api) -> None:
     stored = await api.get(EXPERIMENT, "default", item["metadata"]["name"])
     assert stored is not None
     assert stored["spec"]["rollout"]["replicas"] == 5
-
-
-def test_the_definition_is_up_to_date_and_small() -> None:
-    assert CRD_FILE.read_text() == crd_file(), "run: python -m nexrl.spec.crd > deploy/helm/files/..."
-    assert len(CRD_FILE.read_bytes()) < 100_000
