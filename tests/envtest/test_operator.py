@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from nexrl.k8s.api import CLAIM, DEPLOYMENT, EVENT, EXPERIMENT, JOB, POD, SERVICE, STATEFUL_SET, Api
+from nexrl.store import connect_redis, key_prefix
 from nexrl_controller.events import VersionCommitted
 from nexrl_controller.operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object, operator_settings
+from tests.support.redis import running_redis
 
 Object = dict[str, Any]
 
@@ -247,6 +249,28 @@ async def test_a_finished_experiment_goes_when_its_time_is_over(api: Api, namesp
             return await api.get(EXPERIMENT, namespace, "eight") is None
 
         await eventually(is_deleted)
+
+
+async def test_the_keys_of_a_deleted_experiment_get_an_end(api: Api, namespace: str, kubelet: Kubelet) -> None:
+    services, document = Services(), experiment_object("nine", namespace)
+    with running_redis() as url:
+        async with (
+            services.serving(document),
+            operating(api, namespace, services, redis_url=url),
+            aclosing(await connect_redis(url)) as redis,
+        ):
+            made = await api.apply(document, manager="test")
+            await until_phase(api, namespace, "nine", "Starting")
+            ledger = f"{namespace}.nine.{made['metadata']['uid'][:8]}"
+            await redis.set(f"{key_prefix(ledger, 'default')}x", "1")
+            await redis.set(f"{key_prefix('other', 'default')}x", "1")
+            await api.delete(EXPERIMENT, namespace, "nine")
+
+            async def ends() -> bool:
+                return int(await redis.ttl(f"{key_prefix(ledger, 'default')}x")) > 0
+
+            await eventually(ends)
+            assert await redis.ttl(f"{key_prefix('other', 'default')}x") == -1
 
 
 async def test_the_second_operator_waits_for_the_lease(api: Api, namespace: str) -> None:

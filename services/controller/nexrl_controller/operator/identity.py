@@ -41,9 +41,20 @@ class Identity:
                 await self._api.apply(self._certificate(self._own_secret(), self._settings.release_namespace, OPERATOR))
                 self._write(await self._secret(self._settings.release_namespace, self._own_secret()))
 
-    async def renew(self) -> None:
-        """The same again, for as long as the operator runs: certificates end."""
-        await self.begin()
+    @property
+    def ca_file(self) -> Path:
+        """The certificate of the authority, where TLS is on."""
+        return self._folder / "ca.crt"
+
+    async def redis_password(self) -> str:
+        """The password of the release's Redis; "" for none. Raises FailedPreconditionError when it is not there."""
+        if not self._settings.redis_secret:
+            return ""
+        name, _, key = self._settings.redis_secret.partition("/")
+        held = await self._secret(self._settings.release_namespace, name)
+        if key not in held:
+            raise FailedPreconditionError(f"Secret {self._settings.release_namespace}/{name}: it has no {key}")
+        return held[key].decode()
 
     def tls(self, namespace: str, name: str) -> Tls | None:
         """How the operator shows itself to the pods of an experiment."""
@@ -56,9 +67,7 @@ class Identity:
         """What of an experiment's Secrets is to be applied now."""
         owner, settings, made = renderer.owner, self._settings, []
         if settings.redis_secret and renderer.experiment.spec.redis.url is None:
-            name, _, key = settings.redis_secret.partition("/")
-            password = (await self._secret(settings.release_namespace, name))[key]
-            made.append(_secret(renderer, "redis", {"password": password}))
+            made.append(_secret(renderer, "redis", {"password": (await self.redis_password()).encode()}))
         if settings.tls == "operator":
             made += await self._issued(renderer)
         elif settings.tls == "certManager":

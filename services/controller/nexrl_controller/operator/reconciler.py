@@ -29,6 +29,7 @@ from nexrl_controller.operator.children import EXPERIMENT_LABEL, RUN_FOLDER, Own
 from nexrl_controller.operator.events import event_of_change, new_event
 from nexrl_controller.operator.followers import Followers
 from nexrl_controller.operator.identity import RENEW_SECONDS, Identity
+from nexrl_controller.operator.ledgers import Ledgers
 from nexrl_controller.operator.observed import (
     Observed,
     attempt_of,
@@ -73,6 +74,9 @@ class Reconciler:
         self._queue = queue
         self._followers = followers
         self._identity = identity
+        self._ledgers = Ledgers(settings.redis_url, identity)
+        self._known: dict[Key, str] = {}
+        """The ledgers of experiments in the release's Redis."""
         self._shown: dict[Key, str] = {}
         self._disrupted: dict[Key, set[str]] = {}
         self._identified: dict[Key, float] = {}
@@ -80,6 +84,10 @@ class Reconciler:
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
         self.owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in OWNED}
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
+
+    def close(self) -> None:
+        """End what goes on in the background."""
+        self._ledgers.close()
 
     @property
     def caches(self) -> list[Cache]:
@@ -105,6 +113,8 @@ class Reconciler:
         resource = self.experiments.get(*key)
         if resource is None or is_deleted(resource):
             await self._forget(key)
+            if resource is None and (ledger := self._known.pop(key, None)) is not None:
+                self._ledgers.end(ledger)
             return
         if resource["spec"].get("managedBy", MANAGER) != MANAGER:
             return
@@ -114,6 +124,8 @@ class Reconciler:
         except SpecError as error:
             await self._write_status(observed, rejected(observed, "InvalidSpec", error.message))
             return
+        if renderer.experiment.spec.redis.url is None:
+            self._known[key] = renderer.owner.ledger
         plan = make_plan(observed, renderer)
         await self._follow(key, observed, plan)
         verdict = await self._act(key, observed, renderer, plan)

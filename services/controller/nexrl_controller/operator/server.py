@@ -76,6 +76,7 @@ class Operator:
                 for _ in range(WORKERS):
                     tasks.create_task(self.queue.work(self.reconciler.reconcile))
         finally:
+            self.reconciler.close()
             await self.followers.close()
             await self.election.release()
 
