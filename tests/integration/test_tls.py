@@ -281,3 +281,16 @@ async def test_a_probe_needs_no_certificate_and_gets_health_only(ours: Tls, tmp_
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await ValidatorServiceStub(probe).StartValidation(pb.StartValidationRequest(request_id="1"), timeout=10)
         assert refusal.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_tokens_are_not_taken_without_tls(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="NEXRL_TOKEN_PORT: tokens are for TLS only"):
+        async with running_service(tmp_path, serving(Servicer()), token_port=1):
+            raise AssertionError
+
+
+async def test_a_process_tells_others_the_host_that_its_settings_say(tmp_path: Path) -> None:
+    async with running_service(tmp_path, serving(Servicer()), listen="0.0.0.0:0", advertise="10.1.2.3") as process:
+        assert process.address == f"10.1.2.3:{process.port}"
+        async with connect(f"127.0.0.1:{process.port}") as channel:
+            await channel.channel_ready()

@@ -71,7 +71,7 @@ class ServiceProcess:
         self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
-        self.port, self.token_port, self.health_port = self._bind()
+        self.port, self.token_port, self.health_port = self._bind_all()
         self._metrics_server, self.metrics_port = self._serve_metrics()
         BUILD_INFO.labels(__version__, role).set(1)
         self.activity = self._connect_activity()
@@ -184,25 +184,20 @@ class ServiceProcess:
             return Admission(tls)
         return Admission(tls, TokenReviews(tls.name, KubernetesApi.from_environment(os.environ)))
 
-    def _bind(self) -> tuple[int, int, int]:
+    def _bind_all(self) -> tuple[int, int, int]:
         """The ports for everybody, for clients with a token, and for health alone; 0 for one that is not served."""
         settings, files = self.settings, self.credentials
-        try:
+        token_port = health_port = 0
+        port = _bind(
+            self.server, "listen", settings.listen, _server_credentials(files, asks_certificate=True) if files else None
+        )
+        if settings.token_port:
             if files is None:
-                port, token_port = self.server.add_insecure_port(settings.listen), 0
-            else:
-                port = self.server.add_secure_port(settings.listen, _server_credentials(files, asks_certificate=True))
-                token_port = settings.token_port and self.server.add_secure_port(
-                    f"{settings.host}:{settings.token_port}", _server_credentials(files, asks_certificate=False)
-                )
-            health_port = settings.health_port and self._health_server.add_insecure_port(
-                f"{settings.host}:{settings.health_port}"
-            )
-        except RuntimeError:
-            raise FailedPreconditionError(
-                f"listen: cannot bind {settings.listen}: the port is taken or the address is not this machine's; "
-                "choose another (NEXRL_LISTEN)"
-            ) from None
+                raise InvalidArgumentError("settings: NEXRL_TOKEN_PORT: tokens are for TLS only (NEXRL_TLS_CERT)")
+            without = _server_credentials(files, asks_certificate=False)
+            token_port = _bind(self.server, "token_port", f"{settings.host}:{settings.token_port}", without)
+        if settings.health_port:
+            health_port = _bind(self._health_server, "health_port", f"{settings.host}:{settings.health_port}", None)
         return port, token_port, health_port
 
     def _serve_metrics(self) -> tuple[Any, int]:
@@ -226,6 +221,16 @@ class ServiceProcess:
         activity = ActivityTracker(module, channel)
         self.on_close(activity.reports_sent)
         return activity
+
+
+def _bind(server: grpc.aio.Server, setting: str, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError:
+        raise FailedPreconditionError(
+            f"{setting}: cannot bind {address}: the port is taken or the address is not this machine's; "
+            f"choose another (NEXRL_{setting.upper()})"
+        ) from None
 
 
 def _server_credentials(files: CredentialFiles, *, asks_certificate: bool) -> grpc.ServerCredentials:
