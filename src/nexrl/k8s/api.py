@@ -60,11 +60,13 @@ LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates")
+WORKLOAD = Kind("kueue.x-k8s.io/v1beta2", "Workload", "workloads")
+RESOURCE_FLAVOR = Kind("kueue.x-k8s.io/v1beta2", "ResourceFlavor", "resourceflavors")
 KINDS = {
     kind.kind: kind
     for kind in (
         *(EXPERIMENT, CONFIG_MAP, SECRET, SERVICE, CLAIM, POD, DEPLOYMENT, STATEFUL_SET, JOB, LEASE, EVENT),
-        *(NETWORK_POLICY, CERTIFICATE),
+        *(NETWORK_POLICY, CERTIFICATE, WORKLOAD),
     )
 }
 

@@ -67,7 +67,7 @@ STATUS_SCHEMA: dict[str, Any] = {
             "type": "array",
             "maxItems": 16,
             "description": "Accepted, ServicesReady, TrainerReady, RolloutReady, Ready, Suspended, Stalled, "
-            "SpecChangePending, Complete, Failed.",
+            "Admitted, RolloutScaleLimited, SpecChangePending, Complete, Failed.",
             "items": _CONDITION,
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["type"],

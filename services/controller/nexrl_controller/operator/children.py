@@ -103,6 +103,8 @@ class Renderer:
     owner: Owner
     experiment: Experiment
     settings: OperatorSettings
+    max_rollouts: int | None = None
+    """As many as a queue has admitted; None where none is asked."""
 
     def foundation(self) -> list[Object]:
         """What is there before any pod, and stays after the last: configuration, volume, Services, NetworkPolicy."""
@@ -173,18 +175,37 @@ class Renderer:
         """A Secret of the experiment, without its content."""
         return self._object("v1", "Secret", suffix, suffix) | {"type": "Opaque"}
 
+    def admission(self) -> Object:
+        """The object by which Kueue admits the experiment, without its content."""
+        return self._object("kueue.x-k8s.io/v1beta2", "Workload", "admission", "admission")
+
+    def replicas(self) -> dict[str, int]:
+        """Pods that each component should have."""
+        spec, most = self.experiment.spec, self.max_rollouts
+        rollouts = spec.rollout.replicas if most is None else min(spec.rollout.replicas, most)
+        wanted = {
+            "controller": 1,
+            "trajectory-pool": spec.trajectory_pool.replicas,
+            "weight-sync": 1,
+            "inference": spec.inference.replicas,
+            "trainer": spec.trainer.replicas,
+            "rollout": rollouts,
+        }
+        return {name: count for name, count in wanted.items() if name != "inference" or spec.inference.url is None}
+
     def workloads(self, attempt: int) -> dict[str, Object]:
         """By component, what makes its pods; `attempt` numbers the trainer's Job."""
-        spec = self.experiment.spec
-        made = {
-            "controller": self._deployment("controller", 1),
-            "trajectory-pool": self._deployment("trajectory-pool", spec.trajectory_pool.replicas),
-            "weight-sync": self._deployment("weight-sync", 1),
-            "inference": self._stateful_set("inference", spec.inference.replicas),
-            "trainer": self._job("trainer", attempt),
-            "rollout": self._stateful_set("rollout", spec.rollout.replicas),
-        }
-        return {name: item for name, item in made.items() if name != "inference" or spec.inference.url is None}
+        counts = self.replicas()
+        made: dict[str, Object] = {}
+        for name, count in counts.items():
+            match name:
+                case "trainer":
+                    made[name] = self._job(name, attempt)
+                case "inference" | "rollout":
+                    made[name] = self._stateful_set(name, count)
+                case _:
+                    made[name] = self._deployment(name, count)
+        return made
 
     def selector(self, component: str) -> Mapping[str, str]:
         """Labels that find the pods of a component, of this experiment alone."""

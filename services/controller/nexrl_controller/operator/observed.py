@@ -87,6 +87,12 @@ class Observed:
         found: Mapping[str, Any] = self.resource.get("status", {})
         return found
 
+    @property
+    def admission(self) -> Object | None:
+        """Its Workload in Kueue, if it has one."""
+        found = (child for child in self.children if child["kind"] == "Workload" and not is_deleted(child))
+        return next(found, None)
+
     def has(self, item: Object) -> bool:
         """Whether an object of this kind and name is there."""
         return self.find(item) is not None

@@ -13,6 +13,7 @@ from nexrl_controller.operator.observed import (
     has_finished,
     seconds,
 )
+from nexrl_controller.operator.queueing import is_admitted, is_to_be_queued_again, queue_of, requeue_at, with_pod_sets
 from nexrl_controller.operator.status import is_finished
 
 Object = dict[str, Any]
@@ -30,6 +31,8 @@ class Stage(Enum):
     """What the experiment is about to do."""
 
     RUN = "run"
+    QUEUE = "queue"
+    """Its queue has not admitted it, or has put it out."""
     PAUSE = "pause"
     END = "end"
     """Its controller has decided how it ends: components stop, and the controller hears of it."""
@@ -63,7 +66,9 @@ def stage_of(observed: Observed, renderer: Renderer) -> Stage:
         return Stage.CLEAR
     if renderer.experiment.spec.suspend:
         return Stage.PAUSE
-    return Stage.END if observed.seen is not None and observed.seen.is_ending else Stage.RUN
+    if observed.seen is not None and observed.seen.is_ending:
+        return Stage.END
+    return Stage.QUEUE if queue_of(observed.resource) and not is_admitted(observed.admission) else Stage.RUN
 
 
 def make_plan(observed: Observed, renderer: Renderer) -> Plan:
@@ -75,10 +80,15 @@ def make_plan(observed: Observed, renderer: Renderer) -> Plan:
         case Stage.END:
             plan.audit = FINAL_AUDIT if _may_audit(observed) else ""
             _stop(plan, observed, CONTROLLER_WAVE - 1)
+        case Stage.QUEUE:
+            _stop(plan, observed, CONTROLLER_WAVE)
+            _queue(plan, observed, renderer)
         case Stage.PAUSE:
             _stop(plan, observed, CONTROLLER_WAVE)
+            _free_quota(plan, observed)
         case Stage.CLEAR:
             _stop(plan, observed, CONTROLLER_WAVE)
+            _free_quota(plan, observed)
             _expire(plan, observed, renderer)
     return plan
 
@@ -173,6 +183,24 @@ def _stop(plan: Plan, observed: Observed, last_wave: int) -> None:
             is_pool = "trajectory-pool" in components
             plan.delete = [] if is_pool and plan.audit else workloads
             return
+
+
+def _queue(plan: Plan, observed: Observed, renderer: Renderer) -> None:
+    """Ask for admission, again when it was evicted and nothing runs any more."""
+    admission = observed.admission
+    if observed.living(*BY_NAME) or observed.has_predecessor:
+        plan.again_in = PREDECESSOR_SECONDS
+    elif admission is None:
+        plan.apply = [with_pod_sets(renderer.admission(), observed.resource, renderer.workloads(1))]
+    elif is_to_be_queued_again(admission, observed.now):
+        plan.delete = [admission]
+    elif (later := requeue_at(admission) - observed.now) > 0:
+        plan.again_in = later
+
+
+def _free_quota(plan: Plan, observed: Observed) -> None:
+    if observed.admission is not None and not observed.living(*BY_NAME):
+        plan.delete = [*plan.delete, observed.admission]
 
 
 def _may_audit(observed: Observed) -> bool:

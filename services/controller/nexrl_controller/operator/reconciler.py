@@ -2,13 +2,13 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
 from prometheus_client import Counter, Gauge, Histogram
 
-from nexrl.errors import FailedPreconditionError, NexrlError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
 from nexrl.k8s.api import (
     CLAIM,
     CONFIG_MAP,
@@ -18,8 +18,10 @@ from nexrl.k8s.api import (
     KINDS,
     NETWORK_POLICY,
     POD,
+    RESOURCE_FLAVOR,
     SERVICE,
     STATEFUL_SET,
+    WORKLOAD,
     Api,
     ApiError,
 )
@@ -31,8 +33,10 @@ from nexrl_controller.operator.followers import Followers
 from nexrl_controller.operator.identity import RENEW_SECONDS, Identity
 from nexrl_controller.operator.ledgers import Ledgers
 from nexrl_controller.operator.observed import (
+    WORKLOADS,
     Observed,
     attempt_of,
+    component_of,
     experiment_of,
     has_finished,
     instance_of,
@@ -41,6 +45,7 @@ from nexrl_controller.operator.observed import (
     job_of,
 )
 from nexrl_controller.operator.plan import Plan, Stage, make_plan
+from nexrl_controller.operator.queueing import QUEUE_LABEL, admitted_counts, flavors_of, placed, queue_of
 from nexrl_controller.operator.settings import OperatorSettings
 from nexrl_controller.operator.status import PROGRESS_SECONDS, Verdict, new_status, rejected
 from nexrl_controller.operator.work_queue import Key, WorkQueue
@@ -82,7 +87,8 @@ class Reconciler:
         self._identified: dict[Key, float] = {}
         """When the Secrets of an experiment were looked at last."""
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
-        self.owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in OWNED}
+        owned = (*OWNED, WORKLOAD) if settings.kueue else OWNED
+        self.owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in owned}
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
 
     def close(self) -> None:
@@ -120,7 +126,7 @@ class Reconciler:
             return
         observed = self._observe(key, resource)
         try:
-            renderer = self._renderer(resource)
+            renderer = self._renderer(observed)
         except SpecError as error:
             await self._write_status(observed, rejected(observed, "InvalidSpec", error.message))
             return
@@ -148,28 +154,36 @@ class Reconciler:
             resource, children, pods, self._followers.seen(key), time.time(), disrupted, has_predecessor=has_predecessor
         )
 
-    def _renderer(self, resource: Object) -> Renderer:
-        metadata = resource["metadata"]
+    def _renderer(self, observed: Observed) -> Renderer:
+        resource, metadata = observed.resource, observed.resource["metadata"]
         known = {name: metadata[name] for name in ("name", "namespace", "labels", "annotations") if name in metadata}
         document = {"apiVersion": EXPERIMENT.api_version, "kind": EXPERIMENT.kind, "metadata": known}
         experiment = parse_experiment(document | {"spec": resource["spec"]}, RUN_FOLDER)
-        return Renderer(Owner(metadata["namespace"], metadata["name"], metadata["uid"]), experiment, self._settings)
+        owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
+        admission = observed.admission if queue_of(resource) else None
+        most = admitted_counts(admission).get("rollout", 0) if admission else None
+        return Renderer(owner, experiment, self._settings, most)
 
     # acting ----------------------------------------------------------------------------------------------------------
 
     async def _follow(self, key: Key, observed: Observed, plan: Plan) -> None:
         if observed.ready("controller"):
             self._followers.follow(key)
-        elif plan.stage in (Stage.PAUSE, Stage.CLEAR) and not observed.living("controller"):
+        elif plan.stage in (Stage.QUEUE, Stage.PAUSE, Stage.CLEAR) and not observed.living("controller"):
             await self._followers.drop(key)
 
     async def _act(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> Verdict:
         try:
             if plan.stage is Stage.RUN:
+                await self._place(observed, plan.apply)
                 await self._start(observed, renderer, plan)
+            elif plan.stage is Stage.QUEUE:
+                self._require_kueue()
+                for item in plan.apply:
+                    self._note(await self._api.apply(item))
             for item in plan.delete:
                 await self._delete(item)
-        except (ApiError, FailedPreconditionError) as error:
+        except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
             reason = _refusal(error)
             if reason is None:
                 raise
@@ -182,7 +196,31 @@ class Reconciler:
             except NexrlError as error:  # one that is away for a moment; the status tells of all else meanwhile
                 log.info("%s/%s: its controller: %s", *key, error)
                 plan.again_in = RETRY_SECONDS
-        return Verdict(failed=plan.failed, pending_change=plan.pending_change, audit=audit)
+        return Verdict(
+            failed=plan.failed,
+            queue=queue_of(observed.resource),
+            is_queued=plan.stage is Stage.QUEUE,
+            pending_change=plan.pending_change,
+            audit=audit,
+        )
+
+    def _require_kueue(self) -> None:
+        if not self._settings.kueue:
+            raise FailedPreconditionError(
+                f"the label {QUEUE_LABEL} asks for Kueue, which the chart's kueue.enabled is for"
+            )
+
+    async def _place(self, observed: Observed, items: Sequence[Object]) -> None:
+        """Have the pods of what is to be applied run on the nodes that the queue has assigned."""
+        if observed.admission is None or not items:
+            return
+        assigned = flavors_of(observed.admission)
+        names = {name for flavors in assigned.values() for name in flavors}
+        flavors = {name: await self._api.get(RESOURCE_FLAVOR, "", name) or {} for name in names}
+        for item in items:
+            if item["kind"] in WORKLOADS:
+                template = item["spec"]["template"]
+                item["spec"]["template"] = placed(template, flavors, assigned.get(component_of(item), []))
 
     async def _start(self, observed: Observed, renderer: Renderer, plan: Plan) -> None:
         key = renderer.owner.namespace, renderer.owner.name
@@ -196,7 +234,7 @@ class Reconciler:
             await self._api.apply(item, dry_run=True)
         for item in plan.apply:
             self._note(await self._api.apply(item))
-            if item["kind"] in ("Deployment", "StatefulSet", "Job"):
+            if item["kind"] in WORKLOADS:
                 await self._event(
                     observed, "Normal", f"Created{item['kind']}", f"{item['metadata']['name']} is applied"
                 )
@@ -235,6 +273,7 @@ class Reconciler:
             plan.again_in = remaining
             return
         item = renderer.workloads(attempt_of(job) + 1)["trainer"]
+        await self._place(observed, [item])
         self._note(await self._api.apply(item))
         await self._event(
             observed, "Warning", "GangRestarted", f"{job['metadata']['name']} ended; {item['metadata']['name']} goes on"
@@ -331,10 +370,12 @@ class Reconciler:
 _ALL = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool", "controller")
 
 
-def _refusal(error: ApiError | FailedPreconditionError) -> str | None:
+def _refusal(error: NexrlError) -> str | None:
     """The reason for which an experiment is not accepted; None for an error that may pass."""
-    if isinstance(error, FailedPreconditionError):
-        return "MissingSecret"
+    if isinstance(error, InvalidArgumentError):
+        return "ConflictingPlacement"
+    if not isinstance(error, ApiError):
+        return "MissingPrerequisite"
     if error.code == 403:
         return "NotAllowed"
     # A quantity that is none is no error of the caller's, to the API server.

@@ -31,6 +31,7 @@ class OperatorSettings(BaseSettings):
     issuer_kind: str = Field(default="Issuer", description="Mode certManager: Issuer or ClusterIssuer.")
     tls_secret: str = Field(default="", description="Mode secret: its name, in each namespace with experiments.")
     service_account: str = Field(default="", description='ServiceAccount of pods; "": default.')
+    kueue: bool = Field(default=False, description="Whether experiments with a queue's name wait for Kueue.")
     lease_name: str = Field(default="nexrl-operator", description="The Lease of the leader.")
     pod_name: str = Field(description="This pod; the holder's name in the Lease.")
     health_port: int = Field(default=9090, ge=0, le=65535, description="Port of /metrics, /healthz and /readyz.")

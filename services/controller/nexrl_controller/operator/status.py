@@ -38,6 +38,10 @@ class Verdict:
     accepted_message: str = "the experiment can be run"
     failed: tuple[str, str] | None = None
     """Reason and message of a failure that the operator has found."""
+    queue: str = ""
+    """The queue that the experiment is to be admitted by; "" for none."""
+    is_queued: bool = False
+    """Whether it is not admitted."""
     pending_change: str = ""
     """What of the spec has changed and is not in effect."""
     audit: Mapping[str, int | str] | None = None
@@ -46,19 +50,6 @@ class Verdict:
 def is_finished(status: Mapping[str, Any]) -> bool:
     """Whether the experiment is over."""
     return any(condition({"status": status}, kind).get("status") == "True" for kind in ("Complete", "Failed"))
-
-
-def desired_replicas(spec: ExperimentSpec) -> dict[str, int]:
-    """Pods that a component should have."""
-    inference = {"inference": spec.inference.replicas} if spec.inference.url is None else {}
-    return {
-        "controller": 1,
-        "trajectory-pool": spec.trajectory_pool.replicas,
-        "weight-sync": 1,
-        **inference,
-        "trainer": spec.trainer.replicas,
-        "rollout": spec.rollout.replicas,
-    }
 
 
 def rejected(observed: Observed, reason: str, message: str) -> dict[str, Any]:
@@ -76,7 +67,7 @@ def rejected(observed: Observed, reason: str, message: str) -> dict[str, Any]:
 def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict[str, Any]:
     """The whole status. `lastTransitionTime` and progress stay as they are where nothing has changed."""
     spec, old = renderer.experiment.spec, observed.status
-    conditions = _stamped(_conditions(observed, spec, verdict), observed)
+    conditions = _stamped(_conditions(observed, renderer, verdict), observed)
     by_type = {each["type"]: each for each in conditions}
     rollout = {
         "replicas": len(observed.living("rollout")),
@@ -85,7 +76,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
     }
     status: dict[str, Any] = {
         "observedGeneration": observed.resource["metadata"].get("generation", 0),
-        "phase": phase(observed, spec, by_type),
+        "phase": "Queued" if verdict.is_queued and not observed.living(*BY_NAME) else phase(observed, spec, by_type),
         "conditions": conditions,
         "restarts": max(observed.seen.restarts if observed.seen else 0, old.get("restarts", 0)),
         "trainerAttempt": max([old.get("trainerAttempt", 0), *map(attempt_of, observed.workloads("trainer"))]),
@@ -97,10 +88,15 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
                 "desired": desired,
                 "revision": renderer.revision(name),
             }
-            for name, desired in desired_replicas(spec).items()
+            for name, desired in renderer.replicas().items()
         ],
     }
-    return status | _times(observed, spec, by_type) | _progress(observed) | _audit(observed, verdict)
+    return (
+        status
+        | _times(observed, spec.suspend or verdict.is_queued, by_type)
+        | _progress(observed)
+        | _audit(observed, verdict)
+    )
 
 
 def phase(observed: Observed, spec: ExperimentSpec, conditions: Mapping[str, Mapping[str, Any]]) -> str:
@@ -129,10 +125,11 @@ def phase(observed: Observed, spec: ExperimentSpec, conditions: Mapping[str, Map
 _Condition = tuple[str, str, str, str]
 
 
-def _conditions(observed: Observed, spec: ExperimentSpec, verdict: Verdict) -> Iterator[_Condition]:
+def _conditions(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iterator[_Condition]:
+    spec = renderer.experiment.spec
     is_accepted = verdict.accepted == "Accepted"
     yield "Accepted", _word(is_accepted), verdict.accepted, verdict.accepted_message
-    desired = desired_replicas(spec)
+    desired = renderer.replicas()
     parts = {
         "ServicesReady": ("controller", "trajectory-pool", "weight-sync"),
         "InferenceReady": ("inference",),
@@ -151,9 +148,25 @@ def _conditions(observed: Observed, spec: ExperimentSpec, verdict: Verdict) -> I
     reason = "Suspended" if is_suspended else "Suspending" if spec.suspend else "NotSuspended"
     yield "Suspended", _word(is_suspended), reason, "spec.suspend is true" if spec.suspend else "spec.suspend is false"
     yield _stalled(observed, verdict)
+    yield from _admission(observed, renderer, verdict)
     if verdict.pending_change:
         yield "SpecChangePending", "True", "NotSuspended", f"{verdict.pending_change}: in effect after a suspension"
     yield from _outcome(observed, verdict)
+
+
+def _admission(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iterator[_Condition]:
+    if not verdict.queue:
+        return
+    quota = condition(observed.admission or {}, "QuotaReserved")
+    waits = quota.get("message") or f"waits in the queue {verdict.queue}"
+    if verdict.is_queued:
+        yield "Admitted", "False", quota.get("reason") or "Pending", waits
+        return
+    yield "Admitted", "True", "Admitted", f"admitted by the queue {verdict.queue}"
+    asked, most = renderer.experiment.spec.rollout.replicas, renderer.max_rollouts
+    if most is not None and asked > most:
+        message = f"{most} of {asked} rollouts were admitted; suspend and resume to ask for more"
+        yield "RolloutScaleLimited", "True", "Admitted", message
 
 
 def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: Sequence[str]) -> _Condition:
@@ -165,6 +178,8 @@ def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: 
         return "Ready", "False", "Finished", old.get("message", "") if old.get("reason") == "Finished" else "it is over"
     if spec.suspend:
         return "Ready", "False", "Suspended", "spec.suspend is true"
+    if verdict.is_queued:
+        return "Ready", "False", "Queued", f"not admitted by the queue {verdict.queue}"
     if trouble is not None:
         return "Ready", "False", trouble.reason, trouble.message
     if missing:
@@ -196,9 +211,9 @@ def _outcome(observed: Observed, verdict: Verdict) -> Iterator[_Condition]:
         yield "Complete" if seen.phase == "Succeeded" else "Failed", "True", seen.reason or seen.phase, seen.message
 
 
-def _times(observed: Observed, spec: ExperimentSpec, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _times(observed: Observed, is_resting: bool, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     old, times = observed.status, {}
-    if not spec.suspend or is_finished(old):
+    if not is_resting or is_finished(old):
         times["startTime"] = old.get("startTime") or rfc3339(observed.now)
     if any(conditions.get(kind, {}).get("status") == "True" for kind in ("Complete", "Failed")):
         times["completionTime"] = old.get("completionTime") or rfc3339(observed.now)
