@@ -85,6 +85,13 @@ def test_what_somebody_has_deleted_comes_back() -> None:
     assert names(make_plan(seen, made).apply) == {"Deployment x-weight-sync", "Service x-weight-sync"}
 
 
+def test_an_operator_that_has_not_heard_of_the_controller_makes_nothing_again() -> None:
+    made = renderer()
+    left = ("controller", "trajectory-pool")  # the others have been stopped, as the experiment ends
+    assert not make_plan(observed(made, running=left, seen=None), made).apply
+    assert make_plan(observed(made, running=("trajectory-pool",), seen=None), made).apply  # it was never all there
+
+
 def test_only_the_number_of_rollouts_is_written_when_it_changes() -> None:
     now = observed(renderer())
     [(item, replicas)] = make_plan(now, renderer(rollout={"maxNewTokens": 8, "replicas": 4})).scale

@@ -184,12 +184,12 @@ class Renderer:
         spec, most = self.experiment.spec, self.max_rollouts
         rollouts = spec.rollout.replicas if most is None else min(spec.rollout.replicas, most)
         wanted = {
-            "controller": 1,
             "trajectory-pool": spec.trajectory_pool.replicas,
             "weight-sync": 1,
             "inference": spec.inference.replicas,
             "trainer": spec.trainer.replicas,
             "rollout": rollouts,
+            "controller": 1,  # the last one to be made: where it is, all others were made
         }
         return {name: count for name, count in wanted.items() if name != "inference" or spec.inference.url is None}
 

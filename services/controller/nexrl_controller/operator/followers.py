@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -36,9 +37,11 @@ class Connect(Protocol):
 class Followers:
     """One watch for each experiment whose controller is up."""
 
-    def __init__(self, connect: Connect, on_change: Callable[[Key], None]) -> None:
+    def __init__(self, connect: Connect, on_change: Callable[[Key], None], on_progress: Callable[[Key], None]) -> None:
+        """`on_change` hears of what is news at once, `on_progress` of each step."""
         self._connect = connect
         self._on_change = on_change
+        self._on_progress = on_progress
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._channels: dict[Key, grpc.aio.Channel] = {}
         self._seen: dict[Key, Seen] = {}
@@ -116,17 +119,29 @@ class Followers:
             "findings": sum(audit.findings_total for audit in audits),
         }
 
+    def _note(self, key: Key, seen: Seen) -> None:
+        is_news = _news(seen) != _news(self._seen.get(key))
+        self._seen[key] = seen
+        if is_news:
+            self._on_change(key)
+        else:
+            self._on_progress(key)
+
     async def _follow(self, key: Key, channel: grpc.aio.Channel) -> None:
         stub = ControllerServiceStub(channel)
         while True:
             await channel.channel_ready()  # where nobody listens, gRPC tries again at its own pace
             try:
                 async for message in stub.WatchExperiment(pb.WatchExperimentRequest(), timeout=WATCH_SECONDS):
-                    self._seen[key] = seen_of(message.experiment)
-                    self._on_change(key)
+                    self._note(key, seen_of(message.experiment))
             except grpc.aio.AioRpcError as error:
                 log.info("%s/%s: its controller: %s", *key, error.details())
                 await asyncio.sleep(RETRY_SECONDS)
+
+
+def _news(seen: Seen | None) -> Seen | None:
+    """What of it is worth telling at once."""
+    return seen and replace(seen, step=0, policy_version=0, metrics={})
 
 
 def seen_of(experiment: pb.Experiment) -> Seen:

@@ -119,8 +119,11 @@ def _run(plan: Plan, observed: Observed, renderer: Renderer) -> None:
     configuration = observed.find(renderer.config_map())
     if is_on and configuration is not None and _revision(configuration) != renderer.configuration_revision():
         plan.pending_change = "the spec has changed in a way that needs a restart of all pods"
+    # An operator that has just started has not heard yet whether the experiment is about to end.
+    is_deaf = observed.seen is None and bool(observed.workloads("controller"))
     for component, item in renderer.workloads(next_attempt(observed)).items():
-        _run_component(plan, observed, component, item)
+        if observed.workloads(component) or not is_deaf:
+            _run_component(plan, observed, component, item)
 
 
 def _run_component(plan: Plan, observed: Observed, component: str, item: Object) -> None:

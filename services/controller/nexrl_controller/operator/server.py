@@ -25,6 +25,7 @@ from nexrl_controller.operator.followers import Connect, Followers
 from nexrl_controller.operator.identity import RENEW_SECONDS, Identity
 from nexrl_controller.operator.reconciler import Reconciler
 from nexrl_controller.operator.settings import OperatorSettings, load_operator_settings
+from nexrl_controller.operator.status import PROGRESS_SECONDS
 from nexrl_controller.operator.work_queue import Key, WorkQueue
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Operator:
     def __post_init__(self) -> None:
         settings, self.queue = self.settings, WorkQueue()
         self.identity = Identity(self.api, settings)
-        self.followers = Followers(self.connect or self._connect, self.queue.add)
+        self.followers = Followers(self.connect or self._connect, self.queue.add, self._later)
         self.reconciler = Reconciler(self.api, settings, self.queue, self.followers, self.identity)
         self.election = Election(self.api, settings.release_namespace, settings.lease_name, settings.pod_name)
         self._beat_seconds = time.monotonic()
@@ -89,6 +90,9 @@ class Operator:
     def is_ready(self) -> bool:
         """Whether the caches are current; leader or not."""
         return all(cache.synced.is_set() for cache in self.reconciler.caches)
+
+    def _later(self, key: Key) -> None:
+        self.queue.add_after(key, PROGRESS_SECONDS)
 
     def _connect(self, key: Key, component: str) -> grpc.aio.Channel:
         namespace, name = key

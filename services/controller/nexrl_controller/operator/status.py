@@ -17,14 +17,8 @@ from nexrl_controller.operator.observed import (
 PROGRESS_SECONDS = 10.0
 """Progress is written at most this often."""
 SHOWN_METRICS = (
-    "reward_mean",
-    "staleness_mean",
-    "entropy",
-    "kl",
-    "grad_norm",
-    "loss",
-    "samples",
-    "zero_variance_group_fraction",
+    *("reward_mean", "staleness_steps", "entropy", "mismatch_kl", "grad_norm", "loss", "samples"),
+    *("truncated_fraction", "zero_variance_group_fraction", "val/reward", "val/exact"),
 )
 MAX_MESSAGE = 4000
 
@@ -230,7 +224,7 @@ def _progress(observed: Observed) -> dict[str, Any]:
         "policyVersion": seen.policy_version,
         "metrics": {name: f"{seen.metrics[name]:.6g}" for name in SHOWN_METRICS if name in seen.metrics},
     }
-    for key, name in (("reward", "reward_mean"), ("staleness", "staleness_mean")):
+    for key, name in (("reward", "reward_mean"), ("staleness", "staleness_steps")):
         if name in seen.metrics:
             new[key] = f"{seen.metrics[name]:.3g}"
     if old and {**old, "lastUpdateTime": ""} == {**new, "lastUpdateTime": ""}:
