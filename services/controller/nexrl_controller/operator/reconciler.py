@@ -181,6 +181,8 @@ class Reconciler:
                 self._require_kueue()
                 for item in plan.apply:
                     self._note(await self._api.apply(item))
+            if plan.unbound is not None:
+                await self._unbind(plan.unbound)
             for item in plan.delete:
                 await self._delete(item)
         except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
@@ -284,6 +286,12 @@ class Reconciler:
             return {"request": request, **await self._followers.audit(key)}
         except NexrlError as error:
             return {"request": request, "problem": error.message[:MAX_PROBLEM]}
+
+    async def _unbind(self, deployment: Object) -> None:
+        if not deployment["spec"]["template"]["spec"].get("affinity"):
+            return
+        metadata, patch = deployment["metadata"], {"spec": {"template": {"spec": {"affinity": None}}}}
+        self._note(await self._api.merge(DEPLOYMENT, metadata["namespace"], metadata["name"], patch))
 
     async def _delete(self, item: Object) -> None:
         metadata = item["metadata"]
