@@ -136,7 +136,8 @@ def _conditions(observed: Observed, renderer: Renderer, verdict: Verdict) -> Ite
             f"{c} {observed.ready(c)}/{desired.get(c, 0)}" for c in components if observed.ready(c) < desired.get(c, 0)
         ]
         missing += late
-        yield kind, _word(not late), "PodsNotReady" if late else "PodsReady", ", ".join(late) or "all pods are ready"
+        reason = "PodsReady" if not late else "Finished" if is_finished(observed.status) else "PodsNotReady"
+        yield kind, _word(not late), reason, ", ".join(late) or "all pods are ready"
     yield _ready(observed, spec, verdict, missing)
     is_suspended = spec.suspend and not observed.living(*BY_NAME)
     reason = "Suspended" if is_suspended else "Suspending" if spec.suspend else "NotSuspended"
