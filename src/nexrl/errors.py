@@ -91,6 +91,20 @@ class DeadlineExceededError(NexrlError):
     exit_code = 7
 
 
+class UnauthenticatedError(NexrlError):
+    """The caller shows neither a certificate nor a token that is good."""
+
+    status = "UNAUTHENTICATED"
+    exit_code = 9
+
+
+class PermissionDeniedError(NexrlError):
+    """The caller is known, and belongs to another experiment."""
+
+    status = "PERMISSION_DENIED"
+    exit_code = 9
+
+
 class TrainingFailedError(NexrlError):
     """The experiment ended in phase Failed; the message is the controller's reason."""
 
@@ -114,5 +128,7 @@ def error_class(status: str) -> type[NexrlError]:
         ResourceExhaustedError,
         UnavailableError,
         DeadlineExceededError,
+        UnauthenticatedError,
+        PermissionDeniedError,
     ]
     return next((cls for cls in classes if cls.status == status), NexrlError)

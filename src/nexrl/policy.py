@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError, UnavailableError
-from nexrl.rpc.client import connect, new_request_id, watch
+from nexrl.rpc.client import connect, new_request_id, shows_token, watch
 from nexrl.rpc.status import error_from_call
 from nexrl.transcript import check_completion
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
@@ -129,12 +129,13 @@ class Policy:
     async def _set_replicas(self, replicas: Iterable[Replica]) -> None:
         listed = {replica.replica_id: replica for replica in replicas}
         for replica_id, route in list(self._replicas.items()):
-            if replica_id not in listed or listed[replica_id].address != route.address:
+            if replica_id not in listed or _address(listed[replica_id]) != route.address:
                 del self._replicas[replica_id]
                 await route.retire()
         for replica_id, replica in listed.items():
             if replica_id not in self._replicas:
-                self._replicas[replica_id] = _Route(replica_id, replica.address, self._open_channel(replica.address))
+                address = _address(replica)
+                self._replicas[replica_id] = _Route(replica_id, address, self._open_channel(address))
             self._replicas[replica_id].is_ready = replica.ready
         async with self._changed:
             self._changed.notify_all()
@@ -214,6 +215,10 @@ class _Route:
     async def _close_when_idle(self) -> None:
         if self._is_retired and self.in_flight == 0:
             await self._channel.close()
+
+
+def _address(replica: Replica) -> str:
+    return (replica.token_address if shows_token() else "") or replica.address
 
 
 def _typed(error: NexrlError) -> NexrlError:

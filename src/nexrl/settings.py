@@ -1,4 +1,4 @@
-"""Settings of a service process, read once from the environment (prefix NEXRL_)."""
+"""Settings of a service process, read once from the environment (prefix NEXRL_). Those of TLS: nexrl.tls."""
 
 from pathlib import Path
 
@@ -17,6 +17,11 @@ class Settings(BaseSettings):
     run_dir: Path = Field(description="Folder for checkpoints and logs of this experiment.")
     instance: str = Field(description="Name of this process, as 'rollout-0'.")
     listen: str = Field(default="127.0.0.1:0", description="gRPC address, host:port; port 0 takes a free one.")
+    advertise: str = Field(default="", description="Host that others are told; by default that of NEXRL_LISTEN.")
+    health_port: int = Field(default=0, ge=0, le=65535, description="Port for gRPC health without TLS; 0: none.")
+    token_port: int = Field(
+        default=0, ge=0, le=65535, description="Port for clients that show a token, no certificate; 0: none. Needs TLS."
+    )
     metrics_port: int = Field(default=0, ge=0, le=65535, description="Port for HTTP /metrics; 0 takes a free one.")
     http_port: int = Field(default=0, ge=0, le=65535, description="Port of an OpenAI-compatible API; 0: a free one.")
     redis_url: str = Field(default="", description="As redis.url of the experiment; its password is redis_password.")
@@ -39,6 +44,11 @@ class Settings(BaseSettings):
     def host(self) -> str:
         """The interface on which everything of this process listens."""
         return self.listen.rpartition(":")[0]
+
+    @property
+    def advertised(self) -> str:
+        """The host at which others reach this process."""
+        return self.advertise or self.host
 
 
 class _Secrets(BaseSettings):

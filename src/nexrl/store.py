@@ -3,11 +3,12 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 import redis.asyncio
+from redis.asyncio import SSLConnection
 from redis.asyncio.cluster import ClusterPipeline, ClusterPubSub, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
@@ -131,6 +132,8 @@ def _client(url: str, patience_seconds: float) -> Redis:
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url, retry=_Patience(patience_seconds), max_connections=MAX_CONNECTIONS, timeout=PATIENCE_SECONDS, **options
     )
+    if issubclass(pool.connection_class, SSLConnection):
+        pool.connection_class = _TlsConnection
     return Redis.from_pool(pool)
 
 
@@ -169,6 +172,14 @@ def _refusal(url: str, error: BaseException) -> NexrlError:
 def _shown(url: str) -> str:
     """The URL without what may be secret."""
     return re.sub(r"//[^/]*@", "//", url).partition("?")[0]
+
+
+class _TlsConnection(SSLConnection):
+    """Reads the files of its URL again whenever it connects: certificates and authorities are replaced in time."""
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        self.ssl_context.context = None
+        return super()._connection_arguments()
 
 
 # patience ------------------------------------------------------------------------------------------------------------

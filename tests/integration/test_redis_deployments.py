@@ -233,6 +233,20 @@ async def test_tls_with_certificates_on_both_sides(login: list[str], path: Path,
 
 
 @needs_openssl
+async def test_the_authority_is_replaced_under_an_open_connection(path: Path) -> None:
+    own, port = make_certificates(path / "tls"), free_ports(1)[0]
+    options = (*own.options, "--tls-auth-clients", "no")
+    with running(server := Server(program("redis-7"), path, "--tls-port", str(port), *options)):
+        connection = await connect_redis(f"rediss://127.0.0.1:{port}?ssl_ca_certs={own.authority}")
+        assert await connection.ping()
+        make_certificates(path / "tls")
+        server.ask("CONFIG", "SET", *("tls-cert-file", str(own.certificate), "tls-key-file", str(own.key)))
+        server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert await connection.ping()
+        await connection.aclose()
+
+
+@needs_openssl
 async def test_a_cluster_with_tls_and_a_user(login: list[str], path: Path, experiment_name: str) -> None:
     own = make_certificates(path / "tls")
     options = (*own.options, "--tls-auth-clients", "no", "--tls-cluster", "yes")

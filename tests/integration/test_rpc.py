@@ -337,6 +337,11 @@ async def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(FailedPreconditionError, match=f"metrics_port: cannot bind 127.0.0.1:{port}"):
             async with running_service(tmp_path, serving(Servicer()), metrics_port=port):
                 raise AssertionError
+        with pytest.raises(
+            FailedPreconditionError, match=f"health_port: cannot bind 127.0.0.1:{port}.*NEXRL_HEALTH_PORT"
+        ):
+            async with running_service(tmp_path, serving(Servicer()), health_port=port):
+                raise AssertionError
 
 
 MAIN = """

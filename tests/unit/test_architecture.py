@@ -24,6 +24,7 @@ PACKAGES = (
 
 GRPC = {
     # Plumbing.
+    "nexrl.rpc.channel",
     "nexrl.rpc.client",
     "nexrl.rpc.interceptor",
     "nexrl.rpc.server",
@@ -37,6 +38,8 @@ GRPC = {
     "nexrl.local.replay",
     "nexrl.local.temporary",
     "nexrl.policy",
+    "nexrl_controller.operator.followers",
+    "nexrl_controller.operator.server",
     "nexrl_inference.replica",
     "nexrl_trainer.loop",
     "nexrl_trainer.processor",
@@ -56,13 +59,15 @@ REDIS = {
     "nexrl_weight_sync.store",
 }
 
+KUBERNETES = {"nexrl.k8s.api"}
+
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
     return grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
 
 
-@pytest.mark.parametrize(("package", "allowed"), [("grpc", GRPC), ("redis", REDIS)])
+@pytest.mark.parametrize(("package", "allowed"), [("grpc", GRPC), ("redis", REDIS), ("kubernetes", KUBERNETES)])
 def test_only_named_modules_import_the_package(graph: grimp.ImportGraph, package: str, allowed: set[str]) -> None:
     importers = graph.find_modules_that_directly_import(package)
     assert {module for module in importers if not module.startswith("nexrl.v1.")} == allowed
@@ -94,5 +99,6 @@ def test_each_component_is_a_grpc_service_with_one_implementation() -> None:
 @pytest.mark.guide("B11")
 def test_each_role_is_a_service_that_can_be_started() -> None:
     roles = {point.name: point.load() for point in entry_points(group="nexrl.services")}
-    assert {f"nexrl_{name.replace('-', '_')}" for name in roles} == set(PACKAGES) - {"nexrl"}
+    of_experiments = roles.keys() - {"operator"}  # which is in the controller's package
+    assert {f"nexrl_{name.replace('-', '_')}" for name in of_experiments} == set(PACKAGES) - {"nexrl"}
     assert all(callable(main) for main in roles.values())

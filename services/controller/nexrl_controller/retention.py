@@ -18,23 +18,24 @@ SWEEP_SECONDS = 600.0
 class Retention:
     """Gives the keys an end when the experiment has ended. `ttl_seconds`: None for never."""
 
-    def __init__(self, redis: Redis, controller: Controller, ttl_seconds: int | None) -> None:
+    def __init__(self, redis: Redis, controller: Controller, ledger: str, ttl_seconds: int | None) -> None:
         self._redis = redis
         self._controller = controller
+        self._ledger = ledger
         self._ttl_seconds = ttl_seconds
 
     async def begin(self) -> None:
         """Keep what is there of an experiment that goes on. Raises UnavailableError."""
         if self._controller.state.phase not in TERMINAL:
-            await keep_experiment(self._redis, self._controller.name)
+            await keep_experiment(self._redis, self._ledger)
 
     async def sweep(self) -> None:
         """Once the experiment has ended, give an end to each key that has none. Raises UnavailableError."""
         if self._ttl_seconds is None or self._controller.state.phase not in TERMINAL:
             return
-        await expire_experiment(self._redis, self._controller.name, self._ttl_seconds)
+        await expire_experiment(self._redis, self._ledger, self._ttl_seconds)
         # A controller that is started again must still find that all is over.
-        await self._redis.expire(StateStore(self._redis, self._controller.name).key, self._ttl_seconds)
+        await self._redis.expire(StateStore(self._redis, self._ledger).key, self._ttl_seconds)
 
     async def run(self) -> None:
         """Sweep again and again, for as long as the task lives."""

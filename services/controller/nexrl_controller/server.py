@@ -28,7 +28,7 @@ async def start(process: ServiceProcess) -> None:
     redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
     backends = open_backends(process.experiment, process.settings.run_dir)
-    store = StateStore(redis, process.experiment.metadata.name)
+    store = StateStore(redis, process.experiment.ledger)
     controller = Controller(process.experiment, store, backends, time.time)
     process.on_close(controller.close)
     await controller.start()
@@ -46,7 +46,9 @@ async def start(process: ServiceProcess) -> None:
 async def _retain(process: ServiceProcess, controller: Controller, redis: Redis) -> None:
     if process.settings.redis_is_private:
         return
-    retention = Retention(redis, controller, process.experiment.spec.redis.ttl_seconds_after_finished)
+    retention = Retention(
+        redis, controller, process.experiment.ledger, process.experiment.spec.redis.ttl_seconds_after_finished
+    )
     await retention.begin()
     process.spawn(retention.run())
     process.on_close(retention.sweep)  # on one machine the controller is the last to stop: nobody writes any more

@@ -41,7 +41,9 @@ async def start(process: ServiceProcess) -> None:
     """
     spec = process.experiment.spec
     torch.set_num_threads(spec.inference.threads)
-    identity = policy_pb2.Replica(replica_id=process.settings.instance, address=process.address)
+    identity = policy_pb2.Replica(
+        replica_id=process.settings.instance, address=process.address, token_address=process.token_address
+    )
     start_backend = _start_vllm if spec.inference.backend == "vllm" else _start_builtin
     replica = await start_backend(process, identity)
     process.add(add_InferenceServiceServicer_to_server, InferenceServicer(replica), "nexrl.v1.InferenceService")
@@ -107,17 +109,19 @@ def limits(spec: ExperimentSpec) -> Limits:
 
 async def serve_http(process: ServiceProcess, application: web.Application) -> str:
     """Serve `application` on the settings' HTTP port; gives its base URL. Raises FailedPreconditionError."""
+    context = process.secure_http(application)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     process.on_close(runner.cleanup)
     host, port = process.settings.host, process.settings.http_port
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
     except OSError as error:
         raise FailedPreconditionError(
             f"http_port: cannot bind {host}:{port}: {error.strerror}; choose another (NEXRL_HTTP_PORT)"
         ) from None
-    return f"http://{host}:{runner.addresses[0][1]}"
+    scheme = "https" if context else "http"
+    return f"{scheme}://{process.settings.advertised}:{runner.addresses[0][1]}"
 
 
 async def _ready_when_committed(process: ServiceProcess, replica: Replica) -> None:

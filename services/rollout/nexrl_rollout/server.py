@@ -15,6 +15,9 @@ from nexrl_rollout.single_turn import SingleTurnWorker
 from nexrl_rollout.text import TextCodec
 from nexrl_rollout.worker import RolloutLimits, RolloutLoop, RolloutWorker
 
+LOOPBACK = "127.0.0.1"
+"""Where the gateway listens: its agents run in this process, and it asks nobody who they are."""
+
 
 def main() -> None:
     """`nexrl serve rollout`."""
@@ -75,6 +78,6 @@ async def _open_gateway(process: ServiceProcess, policy: Policy, codec: TextCode
         max_context_tokens=spec.inference.max_tokens_per_row,
         timeout_seconds=spec.rollout.timeout_seconds,
     )
-    await gateway.listen(process.settings.host, process.settings.http_port)
+    await gateway.listen(LOOPBACK, process.settings.http_port)
     process.on_close(gateway.close)
     return gateway

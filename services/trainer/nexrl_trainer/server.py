@@ -36,7 +36,7 @@ async def start(process: ServiceProcess) -> None:
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
         WeightSyncServiceStub(process.connect(process.settings.weight_sync)),
-        Sender(process.settings.host),
+        Sender(process.settings.advertised),
         model_tag=spec.model.tag,
         bucket_bytes=spec.weight_sync.bucket_bytes,
         timeout_seconds=spec.weight_sync.timeout_seconds,

@@ -45,7 +45,7 @@ async def start(process: ServiceProcess) -> None:
     datasets = await asyncio.to_thread(open_datasets, experiment.spec, experiment.folder)
     redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
-    pool = Pool(redis, experiment.metadata.name, experiment.spec, datasets.train, datasets.validation)
+    pool = Pool(redis, experiment.ledger, experiment.spec, datasets.train, datasets.validation)
     pools = Pools({pool.tag: pool})
     process.add(add_DataLoaderServiceServicer_to_server, DataLoaderServicer(pools), "nexrl.v1.DataLoaderService")
     trajectory_pool, validator = TrajectoryPoolServicer(pools), ValidatorServicer(pools)

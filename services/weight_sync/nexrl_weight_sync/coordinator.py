@@ -41,12 +41,16 @@ class Weights:
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica as it describes itself. `holds`: the weights that it serves."""
+    """A replica as it describes itself. `holds`: the weights that it serves.
+
+    `token_address`: where clients with a token are served, instead of a certificate.
+    """
 
     replica_id: str
     address: str
     http_url: str
     holds: Weights
+    token_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -394,7 +398,7 @@ class Coordinator:
 def _is_other_process(known: Replica, replica: Replica) -> bool:
     """A process that was restarted under its old name has lost its weights, or its address."""
     has_lost_weights = known.holds.policy_version != NO_VERSION and replica.holds.policy_version == NO_VERSION
-    return has_lost_weights or (known.address, known.http_url) != (replica.address, replica.http_url)
+    return has_lost_weights or replace(known, holds=replica.holds) != replica
 
 
 def _is_among(member: Member, members: Collection[Member]) -> bool:

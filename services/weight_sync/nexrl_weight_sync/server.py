@@ -33,7 +33,7 @@ async def start(process: ServiceProcess) -> None:
     spec = process.experiment.spec
     redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
-    store = WeightSyncStore(redis, key_prefix(process.experiment.metadata.name, spec.model.tag))
+    store = WeightSyncStore(redis, key_prefix(process.experiment.ledger, spec.model.tag))
     timeout_seconds = spec.weight_sync.timeout_seconds
     weight_sync = WeightSync(
         Coordinator(rules(spec), await store.load(), time.monotonic()),

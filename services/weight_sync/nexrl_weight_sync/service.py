@@ -130,7 +130,8 @@ def _replica_from_wire(replica: policy_pb2.Replica, digest: str) -> Replica:
         raise InvalidArgumentError("replica: replica_id and address must be set")
     if (replica.policy_version == NO_VERSION) != (digest == ""):
         raise InvalidArgumentError("replica: a version comes with its digest, and -1 with none")
-    return Replica(replica.replica_id, replica.address, replica.http_url, Weights(replica.policy_version, digest))
+    holds = Weights(replica.policy_version, digest)
+    return Replica(replica.replica_id, replica.address, replica.http_url, holds, replica.token_address)
 
 
 def _replica_to_wire(replica: Replica, ready: bool) -> policy_pb2.Replica:
@@ -138,6 +139,7 @@ def _replica_to_wire(replica: Replica, ready: bool) -> policy_pb2.Replica:
         replica_id=replica.replica_id,
         address=replica.address,
         http_url=replica.http_url,
+        token_address=replica.token_address,
         policy_version=replica.holds.policy_version,
         ready=ready,
     )

@@ -39,8 +39,8 @@ class WeightSyncStore:
             epoch=int(fields[b"epoch"]),
             held_version=int(fields.get(b"held_version", NO_VERSION)),
             replicas=tuple(
-                Replica(replica_id, address, http_url, Weights())
-                for replica_id, address, http_url in json.loads(fields[b"replicas"])
+                Replica(replica_id, address, http_url, Weights(), token_address)
+                for replica_id, address, http_url, token_address in json.loads(fields[b"replicas"])
             ),
         )
 
@@ -49,7 +49,7 @@ class WeightSyncStore:
 
         Raises FailedPreconditionError when a newer one is stored, UnavailableError without Redis.
         """
-        replicas = json.dumps([[replica.replica_id, replica.address, replica.http_url] for replica in state.replicas])
+        replicas = json.dumps([[r.replica_id, r.address, r.http_url, r.token_address] for r in state.replicas])
         committed = state.committed
         arguments: list[str | int] = [
             committed.policy_version,

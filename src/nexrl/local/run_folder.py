@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from nexrl.spec import Experiment, dump_resolved, load_resolved
+from nexrl.spec import Experiment, dump_resolved, load_resolved, write_code
 
 EXPERIMENT_FILE = "experiment.yaml"
 ENDPOINTS_FILE = "endpoints.json"
@@ -85,7 +85,7 @@ class RunFolder:
         for part in ("logs", "redis", "checkpoints", "trajectories"):
             (self.path / part).mkdir(parents=True, exist_ok=True)
         (self.path / ENDPOINTS_FILE).unlink(missing_ok=True)  # of a launcher that was killed
-        self.experiment_file.write_text(dump_resolved(experiment))
+        self.experiment_file.write_text(dump_resolved(write_code(experiment, self.path / "code")))
 
     def _refuse_another_run(self, experiment: Experiment) -> None:
         """What makes a run that one run cannot change when it is resumed."""

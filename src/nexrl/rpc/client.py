@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import grpc
 
 from nexrl.errors import NexrlError, UnavailableError
+from nexrl.rpc.channel import RenewedChannel
 from nexrl.rpc.status import error_from_call
+from nexrl.tls import Tls, tls_from_environment
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """Largest message that either side takes: what protobuf can hold, for a train batch may be nearly as large."""
@@ -34,9 +36,21 @@ MAX_BACKOFF_SECONDS = 1.0
 ResponseT = TypeVar("ResponseT")
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """A channel to `address` (host:port, or dns:///name:port for every pod of a headless Service)."""
-    return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+def connect(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel to `address` (host:port, or dns:///name:port for every pod of a headless Service).
+
+    With TLS as `tls` says, or else the environment (NEXRL_TLS_*). Raises InvalidArgumentError for wrong settings.
+    """
+    tls = tls or tls_from_environment()
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return RenewedChannel(address, tls, CLIENT_OPTIONS)
+
+
+def shows_token() -> bool:
+    """Whether this process shows a token instead of a certificate, so that other addresses are for it."""
+    tls = tls_from_environment()
+    return tls is not None and tls.token is not None
 
 
 def new_request_id() -> str:

@@ -1,10 +1,11 @@
-"""What every RPC passes on the server: checks of deadline and request id, request metrics, error mapping."""
+"""What every RPC passes on the server: who calls, checks of deadline and request id, request metrics, error mapping."""
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -12,12 +13,13 @@ from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram
 
 from nexrl.errors import InvalidArgumentError, NexrlError, Violation
+from nexrl.rpc.admission import Admission
 from nexrl.rpc.status import status_from_error
 
 log = logging.getLogger(__name__)
 
 MAX_DEADLINE_SECONDS = 3600.0
-EXEMPT_FROM_DEADLINE = ("grpc.health.", "grpc.reflection.")
+EXEMPT = ("grpc.health.", "grpc.reflection.")
 
 HANDLED = Counter("grpc_server_handled_total", "RPCs completed.", ["grpc_service", "grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram(
@@ -28,10 +30,18 @@ HANDLING_SECONDS = Histogram(
 )
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Edge: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Turns typed errors into statuses, counts and times calls, and refuses calls without a deadline or request id."""
+    """Turns typed errors into statuses, counts and times calls, and refuses calls without a deadline or request id.
+
+    With an admission, also those of strangers.
+    """
+
+    def __init__(self, admission: Admission | None = None) -> None:
+        self._admission = admission
 
     async def intercept_service(
         self,
@@ -39,44 +49,47 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.lstrip("/").startswith(EXEMPT_FROM_DEADLINE):
+        if handler is None or handler_call_details.method.lstrip("/").startswith(EXEMPT):
             return handler
         service, method = handler_call_details.method.lstrip("/").split("/")
+        edge = partial(_edge, service=service, method=method, admission=self._admission)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, service, method), handler.request_deserializer, handler.response_serializer
+                _unary(handler.unary_unary, edge), handler.request_deserializer, handler.response_serializer
             )
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, service, method),
+                _stream(handler.unary_stream, edge),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         return handler
 
 
-def _unary(behaviour: Callable[..., Any], service: str, method: str) -> Callable[..., Any]:
-    async def edge(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with _edge(context, service, method):
+def _unary(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
+    async def guarded(request: Any, context: Context) -> Any:
+        async with edge(context):
             _require_request_id(request)
             return await behaviour(request, context)
 
-    return edge
+    return guarded
 
 
-def _stream(behaviour: Callable[..., Any], service: str, method: str) -> Callable[..., Any]:
-    async def edge(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        async with _edge(context, service, method):
+def _stream(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
+    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with edge(context):
             async for message in behaviour(request, context):
                 yield message
 
-    return edge
+    return guarded
 
 
 @asynccontextmanager
-async def _edge(context: grpc.aio.ServicerContext[Any, Any], service: str, method: str) -> AsyncGenerator[None, None]:
+async def _edge(context: Context, service: str, method: str, admission: Admission | None) -> AsyncGenerator[None, None]:
     began, code = time.monotonic(), "OK"
     try:
+        if admission:
+            await _admit(context, admission)
         _require_deadline(context)
         yield
     except NexrlError as error:
@@ -94,7 +107,13 @@ async def _edge(context: grpc.aio.ServicerContext[Any, Any], service: str, metho
         HANDLING_SECONDS.labels(service, method).observe(time.monotonic() - began)
 
 
-def _require_deadline(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def _admit(context: Context, admission: Admission) -> None:
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
+    await admission.admit((name.decode() for name in names), str(authorization))
+
+
+def _require_deadline(context: Context) -> None:
     remaining = context.time_remaining()
     if remaining is None or remaining > MAX_DEADLINE_SECONDS:
         found = "none" if remaining is None else f"{remaining:.0f} s"
@@ -108,6 +127,6 @@ def _require_request_id(request: Any) -> None:
         raise InvalidArgumentError(str(wrong), violations=[wrong])
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: NexrlError) -> None:
+async def _abort(context: Context, error: NexrlError) -> None:
     status = rpc_status.to_status(status_from_error(error))
     await context.abort(status.code, status.details or "", status.trailing_metadata or ())

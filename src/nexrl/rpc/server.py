@@ -4,25 +4,30 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import grpc
+from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Gauge, start_http_server
 
 from nexrl import __version__
 from nexrl.activity import ActivityTracker
-from nexrl.errors import FailedPreconditionError, NexrlError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
 from nexrl.memory import keep_freed_memory
 from nexrl.observability.logging import configure_logging
+from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
+from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.settings import Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
+from nexrl.tls import CredentialFiles, Credentials, Tls, tls_from_environment
 from nexrl.v1 import activity_service_pb2 as activity_pb
 
 log = logging.getLogger(__name__)
@@ -59,9 +64,14 @@ class ServiceProcess:
         self._closers: list[Callable[[], Awaitable[Any]]] = []
         self._failure: BaseException | None = None
         self._health = health.aio.HealthServicer()
-        self.server = grpc.aio.server(interceptors=[EdgeInterceptor()], options=SERVER_OPTIONS)
+        tls = tls_from_environment()
+        self.credentials = CredentialFiles(tls) if tls else None
+        self.admission = self._build_admission(tls) if tls else None
+        self.server = grpc.aio.server(interceptors=[EdgeInterceptor(self.admission)], options=SERVER_OPTIONS)
+        self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        self.port = self._bind()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+        self.port, self.token_port, self.health_port = self._bind_all()
         self._metrics_server, self.metrics_port = self._serve_metrics()
         BUILD_INFO.labels(__version__, role).set(1)
         self.activity = self._connect_activity()
@@ -69,7 +79,12 @@ class ServiceProcess:
     @property
     def address(self) -> str:
         """host:port at which this process serves gRPC."""
-        return f"{self.settings.host}:{self.port}"
+        return f"{self.settings.advertised}:{self.port}"
+
+    @property
+    def token_address(self) -> str:
+        """The same for clients that show a token instead of a certificate; "" when they are not served."""
+        return f"{self.settings.advertised}:{self.token_port}" if self.token_port else ""
 
     def connect(self, address: str) -> grpc.aio.Channel:
         """A channel that is closed when the process ends."""
@@ -81,6 +96,13 @@ class ServiceProcess:
         """Serve `servicer`; `service_name` is its full name, as 'nexrl.v1.ValidatorService'."""
         register(servicer, self.server)
         self._names.append(service_name)
+
+    def secure_http(self, application: web.Application) -> ssl.SSLContext | None:
+        """Have `application` let in whom the RPCs let in; gives the TLS to serve it with. Nothing without TLS."""
+        if self.credentials is None or self.admission is None:
+            return None
+        guard(application, self.admission)
+        return self.credentials.server_context()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` beside the server. If it raises, the process stops with that error."""
@@ -112,6 +134,7 @@ class ServiceProcess:
             if self.settings.reflection:
                 reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
             await self.server.start()
+            await self._health_server.start()
             self.spawn(self.activity.send_heartbeats())
             log.info("listening", extra={"address": self.address, "metrics_port": self.metrics_port})
             await self.stopping.wait()
@@ -129,6 +152,7 @@ class ServiceProcess:
             except Exception:
                 log.exception("work in hand could not be finished")
         await self._end_tasks()
+        await self._health_server.stop(None)
         for closer in reversed(self._closers):
             try:
                 await closer()
@@ -153,14 +177,28 @@ class ServiceProcess:
             self._failure = self._failure or task.exception()
             self.stopping.set()
 
-    def _bind(self) -> int:
-        try:
-            return self.server.add_insecure_port(self.settings.listen)
-        except RuntimeError:
-            raise FailedPreconditionError(
-                f"listen: cannot bind {self.settings.listen}: the port is taken or the address is not this machine's; "
-                "choose another (NEXRL_LISTEN)"
-            ) from None
+    def _build_admission(self, tls: Tls) -> Admission:
+        if tls.certificate is None:
+            raise InvalidArgumentError("settings: NEXRL_TLS_CERT: missing; a token is for clients, this is a service")
+        if not self.settings.token_port:
+            return Admission(tls)
+        return Admission(tls, TokenReviews(tls.name, KubernetesApi.from_environment(os.environ)))
+
+    def _bind_all(self) -> tuple[int, int, int]:
+        """The ports for everybody, for clients with a token, and for health alone; 0 for one that is not served."""
+        settings, files = self.settings, self.credentials
+        token_port = health_port = 0
+        port = _bind(
+            self.server, "listen", settings.listen, _server_credentials(files, asks_certificate=True) if files else None
+        )
+        if settings.token_port:
+            if files is None:
+                raise InvalidArgumentError("settings: NEXRL_TOKEN_PORT: tokens are for TLS only (NEXRL_TLS_CERT)")
+            without = _server_credentials(files, asks_certificate=False)
+            token_port = _bind(self.server, "token_port", f"{settings.host}:{settings.token_port}", without)
+        if settings.health_port:
+            health_port = _bind(self._health_server, "health_port", f"{settings.host}:{settings.health_port}", None)
+        return port, token_port, health_port
 
     def _serve_metrics(self) -> tuple[Any, int]:
         try:
@@ -177,12 +215,45 @@ class ServiceProcess:
             name=self.settings.instance,
             role=self.role,
             address=self.address,
-            metrics_url=f"http://{self.settings.host}:{self.metrics_port}/metrics",
+            metrics_url=f"http://{self.settings.advertised}:{self.metrics_port}/metrics",
         )
         channel = self.connect(self.settings.controller) if self.settings.controller else None
         activity = ActivityTracker(module, channel)
         self.on_close(activity.reports_sent)
         return activity
+
+
+def _bind(server: grpc.aio.Server, setting: str, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError:
+        raise FailedPreconditionError(
+            f"{setting}: cannot bind {address}: the port is taken or the address is not this machine's; "
+            f"choose another (NEXRL_{setting.upper()})"
+        ) from None
+
+
+def _server_credentials(files: CredentialFiles, *, asks_certificate: bool) -> grpc.ServerCredentials:
+    """Credentials that follow the files. gRPC for Python cannot take a client's certificate and do without one."""
+    shown = files.newest()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Asked in each handshake, in a thread of gRPC's."""
+        nonlocal shown
+        if (newest := files.newest()) is shown:
+            return None
+        shown = newest
+        return _configuration(newest)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(shown),
+        changed,  # type: ignore[arg-type]  # None says that nothing has changed
+        asks_certificate,
+    )
+
+
+def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(credentials.key, credentials.certificate)], credentials.ca)
 
 
 def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -> None:

@@ -27,6 +27,9 @@ from pydantic_core import PydanticCustomError
 API_VERSION = "nexrl.dev/v1alpha1"
 FOLDER_ANNOTATION = "nexrl.dev/folder"
 """Annotation with the folder of the file that the user wrote: its resolved copy finds the user's modules there."""
+LEDGER_ANNOTATION = "nexrl.dev/ledger"
+"""Annotation with the name of the experiment's keys in Redis, where that is not `metadata.name`: two namespaces may
+each have an experiment of one name."""
 
 Text = Annotated[str, Field(max_length=4096)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
@@ -82,6 +85,29 @@ class Metadata(Section):
     )
     labels: dict[str, Text] = Field(default_factory=dict, description="Labels, as on any Kubernetes object.")
     annotations: dict[str, Text] = Field(default_factory=dict, description="Annotations, as on any Kubernetes object.")
+
+
+class TemplateMetadataSpec(Section):
+    """What is added to the metadata of pods."""
+
+    labels: dict[str, Text] = Field(default_factory=dict, max_length=64, description="More labels of the pods.")
+    annotations: dict[str, Text] = Field(default_factory=dict, max_length=64, description="Annotations of the pods.")
+
+
+class TemplateSpec(Section):
+    """What is laid over the pods that the operator renders; unused on one machine."""
+
+    metadata: TemplateMetadataSpec = Field(
+        default_factory=TemplateMetadataSpec, description="Labels and annotations of the pods."
+    )
+    spec: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Part of a PodSpec: GPUs, tolerations, node selectors, volumes. Mappings are merged, lists of "
+        "things with names are merged by name, others replaced; the container of the component is called nexrl.",
+    )
+
+
+Template = Annotated[TemplateSpec | None, Field(description="Kubernetes: laid over the pods; none = as rendered.")]
 
 
 class ScratchModelSpec(Section):
@@ -266,6 +292,7 @@ class RolloutSpec(Section):
     timeout_seconds: Seconds = Field(
         default=300.0, description="Longest time for one attempt at a sample; then its verdict is TIMEOUT."
     )
+    template: Template = None
 
     @field_validator("environment")
     @classmethod
@@ -327,6 +354,7 @@ class TrajectoryPoolSpec(Section):
         "One batch may go beyond it; give Redis half as much again.",
     )
     replicas: Replicas = Field(default=1, description="Identical pool processes.")
+    template: Template = None
 
     @field_validator("group_size")
     @classmethod
@@ -419,6 +447,7 @@ class TrainerSpec(Section):
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of PyTorch.")
     seed: Seed = Field(default=0, description="Seed of whatever is random in training.")
+    template: Template = None
 
 
 class CheckpointSpec(Section):
@@ -472,6 +501,7 @@ class WeightSyncSpec(Section):
         "and values computed again; wait: they end first; abort: they are cut off and continued from where they were, "
         "as prompts. The built-in engine keeps.",
     )
+    template: Template = None
 
     @field_validator("staleness_threshold")
     @classmethod
@@ -542,6 +572,7 @@ class InferenceSpec(Section):
     )
     max_retries: int = Field(default=3, ge=0, le=100, description="Times a failed request is sent again.")
     seed: Seed = Field(default=0, description="Seed of sampling.")
+    template: Template = None
 
     @field_validator("tensor_parallel", "data_parallel", "vllm_args")
     @classmethod
@@ -704,11 +735,65 @@ class FailurePolicySpec(Section):
     )
 
 
+class ControllerSpec(Section):
+    """The process that leads the experiment."""
+
+    template: Template = None
+
+
+class StorageSpec(Section):
+    """The volume with the run's folder: checkpoints, trajectories, metrics.jsonl. Unused on one machine."""
+
+    size: Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$", max_length=16)] = Field(
+        default="10Gi", description="Size of the volume."
+    )
+    storage_class_name: Name | None = Field(default=None, description="Its StorageClass; none = the cluster's default.")
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
+        default="ReadWriteOnce",
+        description="ReadWriteOnce: the controller runs on the trainer's node; ReadWriteMany: anywhere.",
+    )
+
+
+CodeFiles = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,119}\.py$")], Annotated[str, Field(max_length=262_144)]
+    ],
+    Field(max_length=32),
+]
+
+
 class ExperimentSpec(Section):
     """What to train, on what, how."""
 
     project: Name = Field(default="nexrl", description="Project under which metrics are logged.")
     suspend: bool = Field(default=False, description="Whether the experiment keeps its state and runs nothing.")
+    managed_by: Literal["nexrl.dev/experiment-controller", "kueue.x-k8s.io/multikueue"] = Field(
+        default="nexrl.dev/experiment-controller",
+        description="Who reconciles the experiment on a cluster. Unused on one machine.",
+    )
+    active_deadline_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=315_360_000,
+        description="Longest time from start, or resume, to end on a cluster; then the experiment fails.",
+    )
+    startup_deadline_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=315_360_000,
+        description="Longest time from start, or resume, until it trains on a cluster; then the experiment fails.",
+    )
+    ttl_seconds_after_finished: int | None = Field(
+        default=None,
+        ge=0,
+        le=315_360_000,
+        description="Time after the end at which a cluster deletes the experiment and its volume; none = never.",
+    )
+    code: CodeFiles = Field(
+        default_factory=dict,
+        description="Modules of yours by file name, as `task.py`, instead of those beside this file; `nexrl submit` "
+        "fills it in.",
+    )
     model: ModelSpec = Field(description="The model to train.")
     data: DataSpec = Field(description="Source of the training tasks; a `python` factory is called with `train`.")
     rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="Production of samples.")
@@ -729,6 +814,8 @@ class ExperimentSpec(Section):
     monitor: MonitorSpec = Field(default_factory=MonitorSpec, description="Errors and health.")
     redis: RedisSpec = Field(default_factory=RedisSpec, description="The store of the ledger.")
     failure_policy: FailurePolicySpec = Field(default_factory=FailurePolicySpec, description="Restarts.")
+    controller: ControllerSpec = Field(default_factory=ControllerSpec, description="The controller's pod.")
+    storage: StorageSpec = Field(default_factory=StorageSpec, description="The volume of the run's folder.")
 
     @field_validator("rollout")
     @classmethod
@@ -774,6 +861,11 @@ class Experiment(Section):
     kind: Literal["Experiment"] = Field(description="Always Experiment.")
     metadata: Metadata = Field(description="Name, labels and annotations.")
     spec: ExperimentSpec = Field(description="What to train, on what, how.")
+
+    @property
+    def ledger(self) -> str:
+        """The name in the experiment's keys in Redis."""
+        return self.metadata.annotations.get(LEDGER_ANNOTATION, self.metadata.name)
 
     @property
     def folder(self) -> Path:

@@ -1,10 +1,13 @@
 """Reads an experiment file: YAML, overrides, schema, and what this machine must have. All problems are in one error."""
 
+import atexit
 import difflib
 import importlib.util
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +46,7 @@ _RELATIVE_PATHS = (
 )
 SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=password=)[^&\s\"]+")
 """What a URL may hold, and no message repeats."""
+_MODULE_FILE = re.compile(r"^[A-Za-z_]\w*\.py$")
 _ROOT_KEYS = ("apiVersion", "kind", "metadata")
 
 
@@ -63,11 +67,34 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         _make_absolute(document["spec"], path.resolve().parent)
     experiment, found = _parse(document)
     violations += found
-    if experiment is not None:
-        experiment = _with_folder(experiment, path.resolve().parent)
-    violations += _missing_on_this_machine(experiment, document, path.resolve().parent)
+    folder = _folder_of_code(document) or path.resolve().parent
+    if experiment is not None and (experiment.spec.code or FOLDER_ANNOTATION not in experiment.metadata.annotations):
+        experiment = with_folder(experiment, folder)
+    violations += _missing_on_this_machine(experiment, document, folder)
     if experiment is None or violations:
         raise _spec_error(path, violations)
+    return experiment
+
+
+def read_document(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The document at `path` with these overrides; what is in it is not judged. Raises SpecError."""
+    document = _read(path)
+    if violations := _apply(overrides, document):
+        raise _spec_error(path, violations)
+    return document
+
+
+def parse_experiment(document: Mapping[str, Any], folder: Path) -> Experiment:
+    """The experiment of a document that is not in a file, as a cluster's API server gives it; paths start at `folder`.
+
+    Whether this machine could run it is not judged. Raises SpecError.
+    """
+    copy = json.loads(json.dumps(document))
+    if isinstance(copy.get("spec"), dict):
+        _make_absolute(copy["spec"], folder)
+    experiment, violations = _parse(copy)
+    if experiment is None:
+        raise _spec_error(Path(str(copy.get("metadata", {}).get("name", "experiment"))), violations)
     return experiment
 
 
@@ -159,8 +186,33 @@ def _make_absolute(spec: dict[str, Any], folder: Path) -> None:
             section[key] = os.path.normpath(folder / Path(value).expanduser())
 
 
-def _with_folder(experiment: Experiment, folder: Path) -> Experiment:
-    annotations = {FOLDER_ANNOTATION: str(folder), **experiment.metadata.annotations}
+def write_code(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with its `spec.code`, if any, in `folder`, where its modules are looked up from now on."""
+    if not experiment.spec.code:
+        return experiment
+    folder.mkdir(exist_ok=True)
+    for name, text in experiment.spec.code.items():
+        (folder / name).write_text(text)
+    return with_folder(experiment, folder)
+
+
+def _folder_of_code(document: Mapping[str, Any]) -> Path | None:
+    """A folder, until this process ends, with the modules in `spec.code`; None when there are none."""
+    spec = document.get("spec")
+    code = spec.get("code") if isinstance(spec, dict) else None
+    files = {name: text for name, text in code.items() if _MODULE_FILE.match(name)} if isinstance(code, dict) else {}
+    if not files:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="nexrl-code-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, text in files.items():
+        (folder / name).write_text(str(text))
+    return folder
+
+
+def with_folder(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with `folder` as the one beside which modules are looked up."""
+    annotations = {**experiment.metadata.annotations, FOLDER_ANNOTATION: str(folder)}
     metadata = experiment.metadata.model_copy(update={"annotations": annotations})
     return experiment.model_copy(update={"metadata": metadata})
 

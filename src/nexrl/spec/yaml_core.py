@@ -39,7 +39,7 @@ def dump(document: object) -> str:
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # PyYAML takes these for line breaks and folds them into spaces, unless they are escaped between double quotes.
-    style = '"' if _UNICODE_BREAKS.intersection(text) else None
+    style = '"' if _UNICODE_BREAKS.intersection(text) else "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -128,6 +128,7 @@ class Replica(google.protobuf.message.Message):
     HTTP_URL_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     READY_FIELD_NUMBER: builtins.int
+    TOKEN_ADDRESS_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """Chosen by the replica; unique among the living."""
     address: builtins.str
@@ -138,6 +139,8 @@ class Replica(google.protobuf.message.Message):
     """Policy version it serves; -1 while it serves none."""
     ready: builtins.bool
     """True while it serves the committed version and may be sent requests."""
+    token_address: builtins.str
+    """As address, for clients that show a token instead of a certificate; empty where none are served."""
     def __init__(
         self,
         *,
@@ -146,7 +149,8 @@ class Replica(google.protobuf.message.Message):
         http_url: builtins.str = ...,
         policy_version: builtins.int = ...,
         ready: builtins.bool = ...,
+        token_address: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "http_url", b"http_url", "policy_version", b"policy_version", "ready", b"ready", "replica_id", b"replica_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "http_url", b"http_url", "policy_version", b"policy_version", "ready", b"ready", "replica_id", b"replica_id", "token_address", b"token_address"]) -> None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica

@@ -1,0 +1,127 @@
+{{- define "nexrl.name" -}}
+{{- .Values.nameOverride | default .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "nexrl.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "nexrl.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "nexrl.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end }}
+
+{{/* Labels that select pods: arguments are the root and a component. Two releases never select each other's. */}}
+{{- define "nexrl.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "nexrl.name" $root }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end }}
+
+{{- define "nexrl.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "nexrl.selector" . }}
+app.kubernetes.io/part-of: nexrl
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels of pods: none that changes with each version of the chart, which would restart them. */}}
+{{- define "nexrl.podLabels" -}}
+{{ include "nexrl.selector" . }}
+app.kubernetes.io/part-of: nexrl
+{{- with (index . 0).Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The reference of an image: arguments are the root and its key under `images`. */}}
+{{- define "nexrl.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index $root.Values.images (index . 1) -}}
+{{- $registry := ($root.Values.global).imageRegistry | default $root.Values.images.registry -}}
+{{- if $registry }}{{ $registry }}/{{ end }}{{ $image.repository }}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $root.Values.images.tag | default $root.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "nexrl.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "nexrl.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- end }}
+
+{{- define "nexrl.redisSecretName" -}}
+{{- if .Values.redis.enabled -}}
+{{- .Values.redis.existingSecret | default (printf "%s-redis" (include "nexrl.fullname" .)) -}}
+{{- else -}}
+{{- .Values.externalRedis.existingSecret -}}
+{{- end -}}
+{{- end }}
+
+{{- define "nexrl.redisSecretKey" -}}
+{{- $own := ternary .Values.redis.secretKey "password" (ne .Values.redis.existingSecret "") -}}
+{{- ternary $own .Values.externalRedis.secretKey .Values.redis.enabled -}}
+{{- end }}
+
+{{/* "name/key" of the password, or nothing where Redis has none. */}}
+{{- define "nexrl.redisSecret" -}}
+{{- with include "nexrl.redisSecretName" . }}{{ . }}/{{ include "nexrl.redisSecretKey" $ }}{{ end }}
+{{- end }}
+
+{{- define "nexrl.redisTlsSecretName" -}}
+{{- if eq .Values.tls.mode "secret" -}}
+{{- .Values.tls.redisSecretName | default .Values.tls.secretName -}}
+{{- else -}}
+{{- printf "%s-redis-tls" (include "nexrl.fullname" .) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "nexrl.redisUrl" -}}
+{{- if .Values.redis.enabled -}}
+{{- $host := printf "%s-redis.%s.svc:6379" (include "nexrl.fullname" .) .Release.Namespace -}}
+{{- if eq .Values.tls.mode "off" }}redis://{{ $host }}{{ else }}rediss://{{ $host }}?ssl_ca_certs=/etc/nexrl/tls/ca.crt{{ end -}}
+{{- else -}}
+{{- required "redis.enabled is false: externalRedis.url must name a Redis" .Values.externalRedis.url -}}
+{{- end -}}
+{{- end }}
+
+{{- define "nexrl.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "nexrl.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* What is alike in every pod's spec: arguments are the root and the values of the component. */}}
+{{- define "nexrl.placement" -}}
+{{- $values := index . 1 -}}
+{{- with (index . 0).Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}

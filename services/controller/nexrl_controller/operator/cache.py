@@ -1,0 +1,133 @@
+"""A copy of the objects of one kind, kept current by list and watch. Reconciling asks the copy, not the server."""
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aiohttp
+from prometheus_client import Counter
+
+from nexrl.k8s.api import Api, ApiError, Kind
+
+log = logging.getLogger(__name__)
+
+PAGE = 500
+WATCH_SECONDS = 300
+SILENCE_SECONDS = 75.0
+"""The server sends a bookmark each minute: a longer silence is a connection that was cut."""
+FIRST_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 30.0
+
+RESTARTS = Counter("nexrl_operator_watch_restarts_total", "Watches that broke and were begun again.", ["kind"])
+
+Object = dict[str, Any]
+
+
+class Cache:
+    """The objects of `kind` in `namespace` ("": all) that have the labels of `selector`.
+
+    `on_change` hears of each that comes, changes or goes.
+    """
+
+    def __init__(self, kind: Kind, namespace: str, selector: str, on_change: Callable[[Object], None]) -> None:
+        self.kind = kind
+        self._namespace = namespace
+        self._query = {"labelSelector": selector} if selector else {}
+        self._on_change = on_change
+        self._version = ""
+        """Where the watch goes on; "" for a list."""
+        self._items: dict[tuple[str, str], Object] = {}
+        self.synced = asyncio.Event()
+        self.heard_seconds = time.monotonic()
+        """When the server last said anything."""
+
+    def get(self, namespace: str, name: str) -> Object | None:
+        """One object, as it was last heard of."""
+        return self._items.get((namespace, name))
+
+    def __iter__(self) -> Iterator[Object]:
+        return iter(list(self._items.values()))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def note(self, item: Object) -> None:
+        """What a write of ours has answered is newer than what the watch has brought so far."""
+        known = self.get(*_key(item))
+        if known is None or known["metadata"].get("uid") != item["metadata"].get("uid") or _is_newer(item, known):
+            self._items[_key(item)] = item
+
+    async def run(self, api: Api) -> None:
+        """Follow the server, for as long as the task lives."""
+        backoff_seconds = FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                if not self._version:
+                    await self._list(api)
+                    self.synced.set()
+                await self._watch(api)
+                backoff_seconds = FIRST_BACKOFF_SECONDS
+                continue  # the server ends each watch after a while
+            except ApiError as error:
+                log.info("%s: %s %s", self.kind.plural, error.reason, error.message)
+                self._version = ""  # 410: what it should go on from is too old
+            except (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError) as error:
+                log.info("%s: watch broke: %s", self.kind.plural, type(error).__name__)
+            RESTARTS.labels(self.kind.plural).inc()
+            await asyncio.sleep(backoff_seconds * random.uniform(0.8, 1.2))
+            backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+
+    async def _list(self, api: Api) -> None:
+        found: dict[tuple[str, str], Object] = {}
+        query: dict[str, Any] = {"limit": PAGE, **self._query}
+        while True:
+            page = await api.list(self.kind, self._namespace, **query)
+            for item in page["items"]:
+                item |= {"apiVersion": self.kind.api_version, "kind": self.kind.kind}
+                found[_key(item)] = item
+            if not (token := page["metadata"].get("continue")):
+                break
+            query["continue"] = token
+        self.heard_seconds = time.monotonic()
+        changed = [item for key, item in found.items() if not _is_same(self._items.get(key), item)]
+        gone = [item for key, item in self._items.items() if key not in found]
+        self._items = found
+        for item in [*changed, *gone]:
+            self._on_change(item)
+        self._version = str(page["metadata"]["resourceVersion"])
+
+    async def _watch(self, api: Api) -> None:
+        events = api.watch(
+            self.kind,
+            self._namespace,
+            silence_seconds=SILENCE_SECONDS,
+            timeoutSeconds=WATCH_SECONDS,
+            resourceVersion=self._version,
+            **self._query,
+        )
+        async for event, item in events:
+            self.heard_seconds = time.monotonic()
+            if event == "DELETED":
+                self._items.pop(_key(item), None)
+            elif event != "BOOKMARK":
+                self._items[_key(item)] = item
+            if event != "BOOKMARK":
+                self._on_change(item)
+            self._version = str(item["metadata"]["resourceVersion"])
+
+
+def _key(item: Object) -> tuple[str, str]:
+    return item["metadata"].get("namespace", ""), item["metadata"]["name"]
+
+
+def _is_same(known: Object | None, item: Object) -> bool:
+    return known is not None and known["metadata"]["resourceVersion"] == item["metadata"]["resourceVersion"]
+
+
+def _is_newer(item: Object, known: Object) -> bool:
+    # Versions of one object grow, since Kubernetes 1.35 by contract.
+    return int(item["metadata"]["resourceVersion"]) > int(known["metadata"]["resourceVersion"])

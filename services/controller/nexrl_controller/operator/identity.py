@@ -1,0 +1,138 @@
+"""Certificates and passwords of experiments, and the operator's own certificate, by which their controllers know it."""
+
+import base64
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nexrl.authority import Issued, is_good, issue
+from nexrl.errors import FailedPreconditionError
+from nexrl.k8s.api import SECRET, Api
+from nexrl.tls import OPERATOR, Tls, experiment_name
+from nexrl_controller.operator.children import Owner, Renderer
+from nexrl_controller.operator.settings import OperatorSettings
+
+Object = dict[str, Any]
+
+RENEW_SECONDS = 6 * 3600.0
+"""How often certificates are looked at."""
+_COMPONENTS = ("controller", "trajectory-pool", "weight-sync", "inference", "rollout", "trainer")
+
+
+class Identity:
+    """Makes what pods of an experiment mount, as the settings say."""
+
+    def __init__(self, api: Api, settings: OperatorSettings, folder: Path | None = None) -> None:
+        self._api = api
+        self._settings = settings
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="nexrl-operator-"))
+        self._ca: Issued | None = None
+
+    async def begin(self) -> None:
+        """Get the operator's own certificate. Raises FailedPreconditionError when there is none to be had."""
+        match self._settings.tls:
+            case "operator":
+                await self._renew_own()
+            case "secret":
+                self._write(await self._secret(self._settings.release_namespace, self._settings.tls_secret))
+            case "certManager":
+                await self._api.apply(self._certificate(self._own_secret(), self._settings.release_namespace, OPERATOR))
+                self._write(await self._secret(self._settings.release_namespace, self._own_secret()))
+
+    @property
+    def ca_file(self) -> Path:
+        """The certificate of the authority, where TLS is on."""
+        return self._folder / "ca.crt"
+
+    async def redis_password(self) -> str:
+        """The password of the release's Redis; "" for none. Raises FailedPreconditionError when it is not there."""
+        if not self._settings.redis_secret:
+            return ""
+        name, _, key = self._settings.redis_secret.partition("/")
+        held = await self._secret(self._settings.release_namespace, name)
+        if key not in held:
+            raise FailedPreconditionError(f"Secret {self._settings.release_namespace}/{name}: it has no {key}")
+        return held[key].decode()
+
+    def tls(self, namespace: str, name: str) -> Tls | None:
+        """How the operator shows itself to the pods of an experiment."""
+        if self._settings.tls == "off":
+            return None
+        paths = {part: self._folder / part for part in ("ca.crt", "tls.crt", "tls.key")}
+        return Tls(paths["ca.crt"], experiment_name(namespace, name), paths["tls.crt"], paths["tls.key"])
+
+    async def objects(self, renderer: Renderer) -> list[Object]:
+        """What of an experiment's Secrets is to be applied now."""
+        owner, settings, made = renderer.owner, self._settings, []
+        if settings.redis_secret and renderer.experiment.spec.redis.url is None:
+            made.append(_secret(renderer, "redis", {"password": (await self.redis_password()).encode()}))
+        if settings.tls == "operator":
+            made += await self._issued(renderer)
+        elif settings.tls == "certManager":
+            item = self._certificate(f"{owner.name}-tls", owner.namespace, experiment_name(owner.namespace, owner.name))
+            item["spec"]["dnsNames"] += _names(owner)
+            item["metadata"]["ownerReferences"] = [owner.reference()]
+            made.append(item)
+        return made
+
+    async def _issued(self, renderer: Renderer) -> list[Object]:
+        assert self._ca is not None
+        owner = renderer.owner
+        known = await self._api.get(SECRET, owner.namespace, f"{owner.name}-tls")
+        name = experiment_name(owner.namespace, owner.name)
+        if known is not None:
+            held = {key: base64.b64decode(value) for key, value in known.get("data", {}).items()}
+            issued = Issued(held.get("tls.crt", b""), held.get("tls.key", b""))
+            if is_good(self._ca, issued, [name, *_names(owner)], datetime.now(UTC)):
+                return []
+        issued = issue(self._ca, _names(owner), name)
+        files = {"tls.crt": issued.certificate, "tls.key": issued.key, "ca.crt": self._ca.certificate}
+        return [_secret(renderer, "tls", files)]
+
+    async def _renew_own(self) -> None:
+        held = await self._secret(self._settings.release_namespace, self._settings.ca_secret)
+        self._ca = Issued(held["tls.crt"], held["tls.key"])
+        own = issue(self._ca, [], OPERATOR)
+        self._write({"tls.crt": own.certificate, "tls.key": own.key, "ca.crt": self._ca.certificate})
+
+    async def _secret(self, namespace: str, name: str) -> Mapping[str, bytes]:
+        found = await self._api.get(SECRET, namespace, name)
+        if found is None or not found.get("data"):
+            raise FailedPreconditionError(f"Secret {namespace}/{name}: not there, or empty")
+        return {key: base64.b64decode(value) for key, value in found["data"].items()}
+
+    def _write(self, files: Mapping[str, bytes]) -> None:
+        for name in ("ca.crt", "tls.key", "tls.crt"):
+            path = self._folder / name
+            path.touch(mode=0o600)
+            path.write_bytes(files[name])
+
+    def _own_secret(self) -> str:
+        return f"{self._settings.lease_name}-tls"
+
+    def _certificate(self, name: str, namespace: str, dns_name: str) -> Object:
+        issuer = {"name": self._settings.issuer_name, "kind": self._settings.issuer_kind, "group": "cert-manager.io"}
+        return {
+            "apiVersion": "cert-manager.io/v1",
+            "kind": "Certificate",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {
+                "secretName": name,
+                "dnsNames": [dns_name],
+                "usages": ["server auth", "client auth"],
+                "privateKey": {"algorithm": "ECDSA", "rotationPolicy": "Always"},
+                "issuerRef": issuer,
+            },
+        }
+
+
+def _names(owner: Owner) -> list[str]:
+    hosts = [f"{owner.name}-{component}" for component in _COMPONENTS]
+    return [name for host in hosts for name in (host, f"{host}.{owner.namespace}", f"{host}.{owner.namespace}.svc")]
+
+
+def _secret(renderer: Renderer, suffix: str, content: Mapping[str, bytes]) -> Object:
+    data = {key: base64.b64encode(value).decode() for key, value in content.items()}
+    return renderer.secret(suffix) | {"data": data}

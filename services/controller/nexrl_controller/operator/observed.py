@@ -1,0 +1,259 @@
+"""What the cluster and the experiment's controller say about one experiment, and questions to it. Pure."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from nexrl_controller.operator.children import ATTEMPT_LABEL, BY_NAME, EXPERIMENT_LABEL
+
+Object = dict[str, Any]
+
+COMPONENT_LABEL = "app.kubernetes.io/component"
+WORKLOADS = ("Deployment", "StatefulSet", "Job")
+_ENDED = ("Succeeded", "Failed")
+_HOPELESS = {
+    "CreateContainerConfigError": "names something that is not there",
+    "CreateContainerError": "cannot be created",
+    "InvalidImageName": "has no such image",
+    "ErrImagePull": "cannot get its image",
+    "ImagePullBackOff": "cannot get its image",
+    "ErrImageNeverPull": "has no image on the node, and must not pull it",
+    "CrashLoopBackOff": "ends again and again",
+}
+"""What a container waits for that will not come by itself."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the experiment's controller said last."""
+
+    phase: str
+    reason: str = ""
+    message: str = ""
+    step: int = 0
+    total_steps: int = 0
+    policy_version: int = -1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    restarts: int = 0
+
+    @property
+    def is_ending(self) -> bool:
+        """True once its outcome is decided."""
+        return self.phase in ("Stopping", "Succeeded", "Failed")
+
+    @property
+    def has_ended(self) -> bool:
+        """True once its components have stopped, as far as it knows."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of one process."""
+
+    request_id: str
+    component: str
+    exit_code: int
+    """Negative for the signal that ended it."""
+    log_tail: str
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a pod does not run."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The experiment and its objects, as the caches have them."""
+
+    resource: Object
+    children: Sequence[Object]
+    pods: Sequence[Object]
+    seen: Seen | None
+    now: float
+    disrupted: Collection[str] = ()
+    """Names of Jobs whose pods, gone by now, had to leave their node."""
+    has_predecessor: bool = False
+    """Whether objects of a deleted experiment of this name are still there."""
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """Its status as it is."""
+        found: Mapping[str, Any] = self.resource.get("status", {})
+        return found
+
+    @property
+    def admission(self) -> Object | None:
+        """Its Workload in Kueue, if it has one."""
+        found = (child for child in self.children if child["kind"] == "Workload" and not is_deleted(child))
+        return next(found, None)
+
+    def has(self, item: Object) -> bool:
+        """Whether an object of this kind and name is there."""
+        return self.find(item) is not None
+
+    def find(self, item: Object) -> Object | None:
+        """The object of this kind and name."""
+        wanted = item["kind"], item["metadata"]["name"]
+        return next((child for child in self.children if (child["kind"], child["metadata"]["name"]) == wanted), None)
+
+    def workloads(self, component: str) -> list[Object]:
+        """What makes the pods of a component; of the trainer every attempt, in order."""
+        found = [
+            child
+            for child in self.children
+            if child["kind"] in WORKLOADS and component_of(child) == component and not is_deleted(child)
+        ]
+        return sorted(found, key=attempt_of)
+
+    def living(self, *components: str) -> list[Object]:
+        """The pods of these components that have not ended."""
+        return [pod for pod in self.pods if component_of(pod) in components and phase_of(pod) not in _ENDED]
+
+    def ready(self, component: str) -> int:
+        """Pods of a component that are ready."""
+        return sum(is_ready(pod) for pod in self.living(component) if not is_deleted(pod))
+
+    def exits(self) -> Iterator[Exit]:
+        """The newest end of each container that the kubelet starts again. The controller's is nobody's to judge."""
+        for pod in self.pods:
+            ended = _container(pod).get("lastState", {}).get("terminated")
+            component = component_of(pod)
+            if ended and component not in ("controller", "trainer") and not is_deleted(pod):
+                yield _exit(f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}", instance_of(pod), ended)
+
+    def job_exit(self, job: Object) -> Exit:
+        """How a Job ended."""
+        uid = job["metadata"]["uid"]
+        for pod in self._pods_of(job):
+            container = _container(pod)
+            ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
+            if ended:
+                return _exit(uid, "trainer", ended)
+        is_complete = condition(job, "Complete").get("status") == "True"
+        return Exit(uid, "trainer", 0 if is_complete else -9, "its pod is gone")
+
+    def is_disrupted(self, job: Object) -> bool:
+        """Whether a Job ended since its node was drained, or something more important took its place."""
+        return job["metadata"]["name"] in self.disrupted or any(map(is_disrupted, self._pods_of(job)))
+
+    def controller_restarts(self) -> int:
+        """Restarts of the controller's container."""
+        return max((_container(pod).get("restartCount", 0) for pod in self.living("controller")), default=0)
+
+    def trouble(self) -> Trouble | None:
+        """The most telling reason why a pod does not run."""
+        for pod in sorted(self.pods, key=lambda pod: str(pod["metadata"]["name"])):
+            if (found := _trouble(pod)) is not None:
+                return found
+        return None
+
+    def _pods_of(self, job: Object) -> Iterator[Object]:
+        return (pod for pod in self.pods if job_of(pod) == job["metadata"]["name"])
+
+
+def component_of(item: Object) -> str:
+    """The component that an object belongs to."""
+    return str(item["metadata"].get("labels", {}).get(COMPONENT_LABEL, ""))
+
+
+def experiment_of(item: Object) -> str:
+    """The name of the experiment that an object belongs to."""
+    return str(item["metadata"].get("labels", {}).get(EXPERIMENT_LABEL, ""))
+
+
+def instance_of(pod: Object) -> str:
+    """The name by which a pod's process knows itself, as 'rollout-0'."""
+    component, labels, name = component_of(pod), pod["metadata"]["labels"], str(pod["metadata"]["name"])
+    index = labels.get("apps.kubernetes.io/pod-index")
+    if index is not None:
+        return f"{component}-{index}"
+    variables = pod.get("spec", {}).get("containers", [{}])[0].get("env", [])
+    return str(next((v["value"] for v in variables if v["name"] == "NEXRL_INSTANCE" and "value" in v), name))
+
+
+def job_of(pod: Object) -> str:
+    """The name of the Job that a pod belongs to; "" for none."""
+    return str(pod["metadata"]["labels"].get("batch.kubernetes.io/job-name", ""))
+
+
+def is_disrupted(pod: Object) -> bool:
+    """Whether a pod had to leave its node."""
+    return condition(pod, "DisruptionTarget").get("status") == "True"
+
+
+def attempt_of(item: Object) -> int:
+    """The number of a trainer's Job; 0 for other objects."""
+    return int(item["metadata"].get("labels", {}).get(ATTEMPT_LABEL, 0))
+
+
+def is_deleted(item: Object) -> bool:
+    """True for an object that is about to go."""
+    return "deletionTimestamp" in item["metadata"]
+
+
+def phase_of(pod: Object) -> str:
+    """A pod's phase."""
+    return str(pod.get("status", {}).get("phase", "Pending"))
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod may receive calls."""
+    return condition(pod, "Ready").get("status") == "True"
+
+
+def has_finished(job: Object) -> float | None:
+    """Unix time at which a Job completed or failed; None while it is on."""
+    for kind in ("Complete", "Failed"):
+        found = condition(job, kind)
+        if found.get("status") == "True":
+            return seconds(found.get("lastTransitionTime", "")) or 0.0
+    return None
+
+
+def condition(item: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The condition of that type; empty when there is none."""
+    found: Sequence[Mapping[str, Any]] = item.get("status", {}).get("conditions") or []
+    return next((each for each in found if each["type"] == kind), {})
+
+
+def seconds(time: str) -> float:
+    """Unix time of an API time; 0 for none."""
+    return datetime.fromisoformat(time).timestamp() if time else 0.0
+
+
+def rfc3339(unix_seconds: float) -> str:
+    """A Unix time as the API has it."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def components_in_wave(wave: int) -> list[str]:
+    """The components that stop together."""
+    return [name for name, component in BY_NAME.items() if component.wave == wave]
+
+
+def _container(pod: Object) -> Mapping[str, Any]:
+    statuses: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
+    return next((each for each in statuses if each["name"] == "nexrl"), {})
+
+
+def _exit(request_id: str, component: str, ended: Mapping[str, Any]) -> Exit:
+    code = int(ended.get("exitCode", 0))
+    return Exit(request_id, component, 128 - code if code > 128 else code, str(ended.get("message", ""))[-4000:])
+
+
+def _trouble(pod: Object) -> Trouble | None:
+    name = pod["metadata"]["name"]
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return Trouble(scheduled.get("reason", "Unschedulable"), f"pod {name}: {scheduled.get('message', '')}")
+    waiting = _container(pod).get("state", {}).get("waiting", {})
+    reason = waiting.get("reason", "")
+    if reason in _HOPELESS:
+        return Trouble(reason, f"pod {name} {_HOPELESS[reason]}: {waiting.get('message', '')}")
+    return None

@@ -1,0 +1,396 @@
+"""Makes the cluster what each experiment asks for: sees, plans (`plan`), acts, and says so in the status (`status`)."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from prometheus_client import Counter, Gauge, Histogram
+
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
+from nexrl.k8s.api import (
+    CLAIM,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EXPERIMENT,
+    JOB,
+    KINDS,
+    NETWORK_POLICY,
+    POD,
+    RESOURCE_FLAVOR,
+    SERVICE,
+    STATEFUL_SET,
+    WORKLOAD,
+    Api,
+    ApiError,
+)
+from nexrl.spec import SpecError, parse_experiment
+from nexrl_controller.operator.cache import Cache
+from nexrl_controller.operator.children import EXPERIMENT_LABEL, RUN_FOLDER, Owner, Renderer
+from nexrl_controller.operator.events import event_of_change, new_event
+from nexrl_controller.operator.followers import Followers
+from nexrl_controller.operator.identity import RENEW_SECONDS, Identity
+from nexrl_controller.operator.ledgers import Ledgers
+from nexrl_controller.operator.observed import (
+    WORKLOADS,
+    Observed,
+    attempt_of,
+    component_of,
+    experiment_of,
+    has_finished,
+    instance_of,
+    is_deleted,
+    is_disrupted,
+    job_of,
+)
+from nexrl_controller.operator.plan import Plan, Stage, make_plan
+from nexrl_controller.operator.queueing import QUEUE_LABEL, admitted_counts, flavors_of, placed, queue_of
+from nexrl_controller.operator.settings import OperatorSettings
+from nexrl_controller.operator.status import PROGRESS_SECONDS, Verdict, new_status, rejected
+from nexrl_controller.operator.work_queue import Key, WorkQueue
+
+log = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+MANAGER = "nexrl.dev/experiment-controller"
+OWNED = (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB, POD)
+MAX_PROBLEM = 500
+RETRY_SECONDS = 2.0
+REFUSED_SECONDS = 60.0
+"""Time until what the API server has refused is tried again."""
+
+RECONCILED = Counter("nexrl_operator_reconcile_total", "Reconciliations.", ["result"])
+SECONDS = Histogram("nexrl_operator_reconcile_duration_seconds", "Time of one reconciliation.")
+PHASES = Gauge(
+    "nexrl_experiment_phase", "1 for the phase that an experiment is in.", ["namespace", "experiment", "phase"]
+)
+
+
+class Reconciler:
+    """Reconciles one experiment at a time; ask `reconcile` again whenever anything about it has changed."""
+
+    def __init__(
+        self, api: Api, settings: OperatorSettings, queue: WorkQueue, followers: Followers, identity: Identity
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._queue = queue
+        self._followers = followers
+        self._identity = identity
+        self._ledgers = Ledgers(settings.redis_url, identity)
+        self._known: dict[Key, str] = {}
+        """The ledgers of experiments in the release's Redis."""
+        self._shown: dict[Key, str] = {}
+        self._disrupted: dict[Key, set[str]] = {}
+        self._identified: dict[Key, float] = {}
+        """When the Secrets of an experiment were looked at last."""
+        self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
+        owned = (*OWNED, WORKLOAD) if settings.kueue else OWNED
+        self.owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in owned}
+        self._children: dict[Key, dict[tuple[str, str], Object]] = {}
+
+    def close(self) -> None:
+        """End what goes on in the background."""
+        self._ledgers.close()
+
+    @property
+    def caches(self) -> list[Cache]:
+        """All caches."""
+        return [self.experiments, *self.owned.values()]
+
+    async def reconcile(self, key: Key) -> bool:
+        """Bring one experiment nearer to what it asks for; False when it is to be tried again."""
+        began = time.monotonic()
+        try:
+            await self._reconcile(key)
+        except (NexrlError, aiohttp.ClientError, OSError) as error:
+            is_conflict = isinstance(error, ApiError) and error.code in (404, 409)
+            log.log(logging.INFO if is_conflict else logging.WARNING, "%s/%s: %s", *key, str(error) or repr(error))
+            RECONCILED.labels("error").inc()
+            return False
+        finally:
+            SECONDS.observe(time.monotonic() - began)
+        RECONCILED.labels("success").inc()
+        return True
+
+    async def _reconcile(self, key: Key) -> None:
+        resource = self.experiments.get(*key)
+        if resource is None or is_deleted(resource):
+            await self._forget(key)
+            if resource is None and (ledger := self._known.pop(key, None)) is not None:
+                self._ledgers.end(ledger)
+            return
+        if resource["spec"].get("managedBy", MANAGER) != MANAGER:
+            return
+        observed = self._observe(key, resource)
+        try:
+            renderer = self._renderer(observed)
+        except SpecError as error:
+            await self._write_status(observed, rejected(observed, "InvalidSpec", error.message))
+            return
+        if renderer.experiment.spec.redis.url is None:
+            self._known[key] = renderer.owner.ledger
+        plan = make_plan(observed, renderer)
+        await self._follow(key, observed, plan)
+        verdict = await self._act(key, observed, renderer, plan)
+        status = new_status(observed, renderer, verdict)
+        await self._write_status(observed, status)
+        self._come_again(key, observed, plan, status)
+
+    def _observe(self, key: Key, resource: Object) -> Observed:
+        items = self._children.get(key, {}).values()
+        uid = resource["metadata"]["uid"]
+        # Those of an experiment of this name that was deleted are the garbage collector's.
+        objects = [item for item in items if item["kind"] != POD.kind]
+        children = [item for item in objects if _owner_uid(item) in ("", uid)]
+        pods = [item for item in items if item["kind"] == POD.kind]
+        # A Job has ended when its pod is gone: why that one had to leave must be known by then.
+        disrupted = self._disrupted.setdefault(key, set())
+        disrupted.update(job_of(pod) for pod in pods if is_disrupted(pod))
+        has_predecessor = len(children) < len(objects)
+        return Observed(
+            resource, children, pods, self._followers.seen(key), time.time(), disrupted, has_predecessor=has_predecessor
+        )
+
+    def _renderer(self, observed: Observed) -> Renderer:
+        resource, metadata = observed.resource, observed.resource["metadata"]
+        known = {name: metadata[name] for name in ("name", "namespace", "labels", "annotations") if name in metadata}
+        document = {"apiVersion": EXPERIMENT.api_version, "kind": EXPERIMENT.kind, "metadata": known}
+        experiment = parse_experiment(document | {"spec": resource["spec"]}, RUN_FOLDER)
+        owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
+        admission = observed.admission if queue_of(resource) else None
+        most = admitted_counts(admission).get("rollout", 0) if admission else None
+        return Renderer(owner, experiment, self._settings, most)
+
+    # acting ----------------------------------------------------------------------------------------------------------
+
+    async def _follow(self, key: Key, observed: Observed, plan: Plan) -> None:
+        if observed.ready("controller"):
+            self._followers.follow(key)
+        elif plan.stage in (Stage.QUEUE, Stage.PAUSE, Stage.CLEAR) and not observed.living("controller"):
+            await self._followers.drop(key)
+
+    async def _act(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> Verdict:
+        try:
+            if plan.stage is Stage.RUN:
+                await self._place(observed, plan.apply)
+                await self._start(observed, renderer, plan)
+            elif plan.stage is Stage.QUEUE:
+                self._require_kueue()
+                for item in plan.apply:
+                    self._note(await self._api.apply(item))
+            if plan.unbound is not None:
+                await self._unbind(plan.unbound)
+            for item in plan.delete:
+                await self._delete(item)
+        except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
+            reason = _refusal(error)
+            if reason is None:
+                raise
+            plan.again_in = REFUSED_SECONDS  # a quota may be wider by then, a Secret there
+            return Verdict(accepted=reason, accepted_message=error.message)
+        audit = None
+        if self._followers.is_following(key) and observed.ready("controller"):
+            try:
+                audit = await self._converse(key, observed, renderer, plan)
+            except NexrlError as error:  # one that is away for a moment; the status tells of all else meanwhile
+                log.info("%s/%s: its controller: %s", *key, error)
+                plan.again_in = RETRY_SECONDS
+        return Verdict(
+            failed=plan.failed,
+            queue=queue_of(observed.resource),
+            is_queued=plan.stage is Stage.QUEUE,
+            pending_change=plan.pending_change,
+            audit=audit,
+        )
+
+    def _require_kueue(self) -> None:
+        if not self._settings.kueue:
+            raise FailedPreconditionError(
+                f"the label {QUEUE_LABEL} asks for Kueue, which the chart's kueue.enabled is for"
+            )
+
+    async def _place(self, observed: Observed, items: Sequence[Object]) -> None:
+        """Have the pods of what is to be applied run on the nodes that the queue has assigned."""
+        if observed.admission is None or not items:
+            return
+        assigned = flavors_of(observed.admission)
+        names = {name for flavors in assigned.values() for name in flavors}
+        flavors = {name: await self._api.get(RESOURCE_FLAVOR, "", name) or {} for name in names}
+        for item in items:
+            if item["kind"] in WORKLOADS:
+                template = item["spec"]["template"]
+                item["spec"]["template"] = placed(template, flavors, assigned.get(component_of(item), []))
+
+    async def _start(self, observed: Observed, renderer: Renderer, plan: Plan) -> None:
+        key = renderer.owner.namespace, renderer.owner.name
+        if plan.apply or observed.now - self._identified.get(key, 0.0) >= RENEW_SECONDS:
+            for item in await self._identity.objects(renderer):
+                await self._api.apply(item)
+            self._identified[key] = observed.now
+        for (
+            item
+        ) in plan.apply:  # all or nothing: what one template has wrong is not to be found with the others running
+            await self._api.apply(item, dry_run=True)
+        for item in plan.apply:
+            self._note(await self._api.apply(item))
+            if item["kind"] in WORKLOADS:
+                await self._event(
+                    observed, "Normal", f"Created{item['kind']}", f"{item['metadata']['name']} is applied"
+                )
+        for item, replicas in plan.scale:
+            metadata, patch = item["metadata"], {"spec": {"replicas": replicas}}
+            changed = await self._api.merge(KINDS[item["kind"]], metadata["namespace"], metadata["name"], patch)
+            self._note(changed)
+            await self._event(observed, "Normal", "Scaled", f"{metadata['name']} has {replicas} replicas")
+
+    async def _converse(
+        self, key: Key, observed: Observed, renderer: Renderer, plan: Plan
+    ) -> Mapping[str, int | str] | None:
+        """Tell the experiment's controller what has ended, and ask it what is to start again."""
+        for exit in plan.exits:
+            await self._followers.tell_exit(key, exit)
+        if plan.ended_job is not None:
+            await self._start_gang_again(key, observed, renderer, plan)
+        if plan.failed is not None:
+            await self._followers.stop(key, f"{plan.failed[0]}: {plan.failed[1]}")
+        audit = await self._audit(key, plan.audit) if plan.audit else None
+        if plan.stage in (Stage.END, Stage.CLEAR):
+            await self._followers.tell_stopped(key, [instance_of(pod) for pod in observed.living(*_ALL)])
+        return audit
+
+    async def _start_gang_again(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> None:
+        job = plan.ended_job
+        assert job is not None
+        delay_seconds = 0.0
+        if not observed.is_disrupted(job):  # that is nobody's failure, and does not count as one
+            answer = await self._followers.verdict(key, observed.job_exit(job))
+            if not answer.restart:
+                return  # the controller ends the experiment, and we shall hear of it
+            delay_seconds = answer.delay_seconds
+        remaining = (has_finished(job) or 0.0) + delay_seconds - observed.now
+        if remaining > 0:
+            plan.again_in = remaining
+            return
+        item = renderer.workloads(attempt_of(job) + 1)["trainer"]
+        await self._place(observed, [item])
+        self._note(await self._api.apply(item))
+        await self._event(
+            observed, "Warning", "GangRestarted", f"{job['metadata']['name']} ended; {item['metadata']['name']} goes on"
+        )
+
+    async def _audit(self, key: Key, request: str) -> Mapping[str, int | str]:
+        try:
+            return {"request": request, **await self._followers.audit(key)}
+        except NexrlError as error:
+            return {"request": request, "problem": error.message[:MAX_PROBLEM]}
+
+    async def _unbind(self, deployment: Object) -> None:
+        if not deployment["spec"]["template"]["spec"].get("affinity"):
+            return
+        metadata, patch = deployment["metadata"], {"spec": {"template": {"spec": {"affinity": None}}}}
+        self._note(await self._api.merge(DEPLOYMENT, metadata["namespace"], metadata["name"], patch))
+
+    async def _delete(self, item: Object) -> None:
+        metadata = item["metadata"]
+        kind = KINDS[item.get("kind", EXPERIMENT.kind)]
+        if await self._api.delete(kind, metadata["namespace"], metadata["name"]):
+            log.info("%s/%s: deleted", metadata["namespace"], metadata["name"])
+
+    # telling ---------------------------------------------------------------------------------------------------------
+
+    async def _write_status(self, observed: Observed, status: Object) -> None:
+        old, metadata = observed.status, observed.resource["metadata"]
+        self._show(metadata, status["phase"])
+        if old == status:
+            return
+        item = {
+            "apiVersion": EXPERIMENT.api_version,
+            "kind": EXPERIMENT.kind,
+            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
+            "status": status,
+        }
+        self.experiments.note(await self._api.apply(item, subresource="status"))
+        if (change := event_of_change(old, status)) is not None:
+            await self._event(observed, *change)
+
+    async def _event(self, observed: Observed, kind: str, reason: str, note: str) -> None:
+        try:
+            await self._api.create(new_event(observed.resource, self._settings.pod_name, kind, reason, note))
+        except (ApiError, aiohttp.ClientError, OSError) as error:
+            log.info("event %s: %s", reason, error)  # an event is news, not state
+
+    def _come_again(self, key: Key, observed: Observed, plan: Plan, status: Object) -> None:
+        if plan.again_in is not None:
+            self._queue.add_after(key, max(0.1, plan.again_in))
+        seen = observed.seen
+        if seen is not None and status.get("progress", {}).get("step") != seen.step:
+            self._queue.add_after(key, PROGRESS_SECONDS)
+        if plan.stage is Stage.RUN and self._settings.tls == "operator" and plan.again_in is None:
+            self._queue.add_after(key, RENEW_SECONDS)
+
+    def _show(self, metadata: Mapping[str, Any], phase: str) -> None:
+        key = metadata["namespace"], metadata["name"]
+        if (shown := self._shown.get(key)) == phase:
+            return
+        if shown is not None:
+            PHASES.remove(*key, shown)
+        PHASES.labels(*key, phase).set(1)
+        self._shown[key] = phase
+
+    async def _forget(self, key: Key) -> None:
+        await self._followers.drop(key)
+        self._queue.forget(key)
+        self._disrupted.pop(key, None)
+        self._identified.pop(key, None)
+        if (shown := self._shown.pop(key, None)) is not None:
+            PHASES.remove(*key, shown)
+
+    # caches ----------------------------------------------------------------------------------------------------------
+
+    def _note(self, item: Object) -> None:
+        self.owned[KINDS[item["kind"]]].note(item)
+        self._index(item)
+
+    def _on_experiment(self, item: Object) -> None:
+        self._queue.add((item["metadata"]["namespace"], item["metadata"]["name"]))
+
+    def _on_child(self, item: Object) -> None:
+        self._index(item)
+        self._queue.add((item["metadata"]["namespace"], experiment_of(item)))
+
+    def _index(self, item: Object) -> None:
+        """By experiment: with many of them, nobody looks through the objects of all."""
+        metadata = item["metadata"]
+        key, child = (metadata["namespace"], experiment_of(item)), (item["kind"], metadata["name"])
+        found = self.owned[KINDS[item["kind"]]].get(metadata["namespace"], metadata["name"])
+        if found is not None:
+            self._children.setdefault(key, {})[child] = found
+            return
+        children = self._children.get(key, {})
+        children.pop(child, None)
+        if not children:
+            self._children.pop(key, None)
+
+
+_ALL = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool", "controller")
+
+
+def _refusal(error: NexrlError) -> str | None:
+    """The reason for which an experiment is not accepted; None for an error that may pass."""
+    if isinstance(error, InvalidArgumentError):
+        return "ConflictingPlacement"
+    if not isinstance(error, ApiError):
+        return "MissingPrerequisite"
+    if error.code == 403:
+        return "NotAllowed"
+    # A quantity that is none is no error of the caller's, to the API server.
+    is_invalid = error.code in (400, 422) or "failed to convert" in error.message
+    return "InvalidTemplate" if is_invalid else None
+
+
+def _owner_uid(item: Object) -> str:
+    owners = item["metadata"].get("ownerReferences", [])
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")

@@ -1,0 +1,263 @@
+"""The status of an experiment, as it follows from what was seen. Pure; docs/reference/status.md says what it means."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nexrl.spec import ExperimentSpec
+from nexrl_controller.operator.children import BY_NAME, Renderer
+from nexrl_controller.operator.observed import (
+    Observed,
+    attempt_of,
+    condition,
+    rfc3339,
+    seconds,
+)
+
+PROGRESS_SECONDS = 10.0
+"""Progress is written at most this often."""
+SHOWN_METRICS = (
+    *("reward_mean", "staleness_steps", "entropy", "mismatch_kl", "grad_norm", "loss", "samples"),
+    *("truncated_fraction", "zero_variance_group_fraction", "val/reward", "val/exact"),
+)
+MAX_MESSAGE = 4000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the reconciler has decided, besides what can be seen."""
+
+    accepted: str = "Accepted"
+    """Reason of the condition Accepted; anything else than 'Accepted' makes it false."""
+    accepted_message: str = "the experiment can be run"
+    failed: tuple[str, str] | None = None
+    """Reason and message of a failure that the operator has found."""
+    queue: str = ""
+    """The queue that the experiment is to be admitted by; "" for none."""
+    is_queued: bool = False
+    """Whether it is not admitted."""
+    pending_change: str = ""
+    """What of the spec has changed and is not in effect."""
+    audit: Mapping[str, int | str] | None = None
+
+
+def is_finished(status: Mapping[str, Any]) -> bool:
+    """Whether the experiment is over."""
+    return any(condition({"status": status}, kind).get("status") == "True" for kind in ("Complete", "Failed"))
+
+
+def rejected(observed: Observed, reason: str, message: str) -> dict[str, Any]:
+    """The status of an experiment that cannot be rendered at all."""
+    generation = observed.resource["metadata"].get("generation", 0)
+    found = [
+        ("Accepted", "False", reason, message),
+        ("Ready", "False", reason, message),
+        ("Stalled", "True", reason, message),
+    ]
+    kept = {key: observed.status[key] for key in ("startTime", "progress") if key in observed.status}
+    return {**kept, "observedGeneration": generation, "phase": "Pending", "conditions": _stamped(found, observed)}
+
+
+def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict[str, Any]:
+    """The whole status. `lastTransitionTime` and progress stay as they are where nothing has changed."""
+    spec, old = renderer.experiment.spec, observed.status
+    conditions = _stamped(_conditions(observed, renderer, verdict), observed)
+    by_type = {each["type"]: each for each in conditions}
+    rollout = {
+        "replicas": len(observed.living("rollout")),
+        "readyReplicas": observed.ready("rollout"),
+        "selector": ",".join(f"{key}={value}" for key, value in renderer.selector("rollout").items()),
+    }
+    status: dict[str, Any] = {
+        "observedGeneration": observed.resource["metadata"].get("generation", 0),
+        "phase": "Queued" if verdict.is_queued and not observed.living(*BY_NAME) else phase(observed, spec, by_type),
+        "conditions": conditions,
+        "restarts": max(observed.seen.restarts if observed.seen else 0, old.get("restarts", 0)),
+        "trainerAttempt": max([old.get("trainerAttempt", 0), *map(attempt_of, observed.workloads("trainer"))]),
+        "rollout": rollout,
+        "components": [
+            {
+                "name": name,
+                "ready": observed.ready(name),
+                "desired": desired,
+                "revision": renderer.revision(name),
+            }
+            for name, desired in renderer.replicas().items()
+        ],
+    }
+    return (
+        status
+        | _times(observed, spec.suspend or verdict.is_queued, by_type)
+        | _progress(observed)
+        | _audit(observed, verdict)
+    )
+
+
+def phase(observed: Observed, spec: ExperimentSpec, conditions: Mapping[str, Mapping[str, Any]]) -> str:
+    """One word for people."""
+
+    def holds(kind: str) -> bool:
+        return conditions.get(kind, {}).get("status") == "True"
+
+    if holds("Complete"):
+        return "Succeeded"
+    if holds("Failed"):
+        return "Failed"
+    if spec.suspend:
+        return "Suspended" if holds("Suspended") else "Suspending"
+    seen = observed.seen
+    if seen is None:
+        return "Starting" if observed.pods else "Pending"
+    if seen.is_ending:
+        return "Stopping"
+    if seen.phase == "Restarting":
+        return "Restarting"
+    # After a pause its controller goes on where it was: it trains when there is a trainer.
+    return "Running" if seen.phase in ("Running", "Validating") and holds("TrainerReady") else "Starting"
+
+
+_Condition = tuple[str, str, str, str]
+
+
+def _conditions(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iterator[_Condition]:
+    spec = renderer.experiment.spec
+    is_accepted = verdict.accepted == "Accepted"
+    yield "Accepted", _word(is_accepted), verdict.accepted, verdict.accepted_message
+    desired = renderer.replicas()
+    parts = {
+        "ServicesReady": ("controller", "trajectory-pool", "weight-sync"),
+        "InferenceReady": ("inference",),
+        "TrainerReady": ("trainer",),
+        "RolloutReady": ("rollout",),
+    }
+    missing = []
+    for kind, components in parts.items():
+        late = [
+            f"{c} {observed.ready(c)}/{desired.get(c, 0)}" for c in components if observed.ready(c) < desired.get(c, 0)
+        ]
+        missing += late
+        reason = "PodsReady" if not late else "Finished" if is_finished(observed.status) else "PodsNotReady"
+        yield kind, _word(not late), reason, ", ".join(late) or "all pods are ready"
+    yield _ready(observed, spec, verdict, missing)
+    is_suspended = spec.suspend and not observed.living(*BY_NAME)
+    reason = "Suspended" if is_suspended else "Suspending" if spec.suspend else "NotSuspended"
+    yield "Suspended", _word(is_suspended), reason, "spec.suspend is true" if spec.suspend else "spec.suspend is false"
+    yield _stalled(observed, verdict)
+    yield from _admission(observed, renderer, verdict)
+    if verdict.pending_change:
+        yield "SpecChangePending", "True", "NotSuspended", f"{verdict.pending_change}: in effect after a suspension"
+    yield from _outcome(observed, verdict)
+
+
+def _admission(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iterator[_Condition]:
+    if not verdict.queue:
+        return
+    quota = condition(observed.admission or {}, "QuotaReserved")
+    waits = quota.get("message") or f"waits in the queue {verdict.queue}"
+    if verdict.is_queued:
+        yield "Admitted", "False", quota.get("reason") or "Pending", waits
+        return
+    yield "Admitted", "True", "Admitted", f"admitted by the queue {verdict.queue}"
+    asked, most = renderer.experiment.spec.rollout.replicas, renderer.max_rollouts
+    if most is not None and asked > most:
+        message = f"{most} of {asked} rollouts were admitted; suspend and resume to ask for more"
+        yield "RolloutScaleLimited", "True", "Admitted", message
+
+
+def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: Sequence[str]) -> _Condition:
+    seen, trouble = observed.seen, observed.trouble()
+    if verdict.accepted != "Accepted":
+        return "Ready", "False", verdict.accepted, verdict.accepted_message
+    if is_finished(observed.status):
+        old = condition(observed.resource, "Ready")
+        return "Ready", "False", "Finished", old.get("message", "") if old.get("reason") == "Finished" else "it is over"
+    if spec.suspend:
+        return "Ready", "False", "Suspended", "spec.suspend is true"
+    if verdict.is_queued:
+        return "Ready", "False", "Queued", f"not admitted by the queue {verdict.queue}"
+    if trouble is not None:
+        return "Ready", "False", trouble.reason, trouble.message
+    if missing:
+        return "Ready", "False", "PodsNotReady", f"waiting for {', '.join(missing)}"
+    if seen is None:
+        return "Ready", "False", "ControllerNotSeen", "the controller has not answered yet"
+    is_on = seen.phase in ("Running", "Validating")
+    return "Ready", _word(is_on), seen.reason or seen.phase, seen.message or seen.phase
+
+
+def _stalled(observed: Observed, verdict: Verdict) -> _Condition:
+    if verdict.accepted != "Accepted":
+        return "Stalled", "True", verdict.accepted, verdict.accepted_message
+    if observed.seen is not None and observed.seen.reason == "Stalled":
+        return "Stalled", "True", "NoProgress", observed.seen.message
+    return "Stalled", "False", "Progressing", "nothing holds it up"
+
+
+def _outcome(observed: Observed, verdict: Verdict) -> Iterator[_Condition]:
+    if is_finished(observed.status):
+        for kind in ("Complete", "Failed"):
+            if old := condition(observed.resource, kind):
+                yield kind, old["status"], old["reason"], old["message"]
+        return
+    seen = observed.seen
+    if verdict.failed is not None:
+        yield "Failed", "True", *verdict.failed
+    elif seen is not None and seen.has_ended and not observed.living(*(set(BY_NAME) - {"controller"})):
+        yield "Complete" if seen.phase == "Succeeded" else "Failed", "True", seen.reason or seen.phase, seen.message
+
+
+def _times(observed: Observed, is_resting: bool, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    old, times = observed.status, {}
+    if not is_resting or is_finished(old):
+        times["startTime"] = old.get("startTime") or rfc3339(observed.now)
+    if any(conditions.get(kind, {}).get("status") == "True" for kind in ("Complete", "Failed")):
+        times["completionTime"] = old.get("completionTime") or rfc3339(observed.now)
+    return times
+
+
+def _progress(observed: Observed) -> dict[str, Any]:
+    old, seen = observed.status.get("progress"), observed.seen
+    if seen is None:
+        return {"progress": old} if old else {}
+    new = {
+        "step": seen.step,
+        "totalSteps": seen.total_steps,
+        "policyVersion": seen.policy_version,
+        "metrics": {name: f"{seen.metrics[name]:.6g}" for name in SHOWN_METRICS if name in seen.metrics},
+    }
+    for key, name in (("reward", "reward_mean"), ("staleness", "staleness_steps")):
+        if name in seen.metrics:
+            new[key] = f"{seen.metrics[name]:.3g}"
+    if old and {**old, "lastUpdateTime": ""} == {**new, "lastUpdateTime": ""}:
+        return {"progress": old}
+    if old and not seen.is_ending and observed.now - seconds(old.get("lastUpdateTime", "")) < PROGRESS_SECONDS:
+        return {"progress": old}
+    return {"progress": {**new, "lastUpdateTime": rfc3339(observed.now)}}
+
+
+def _audit(observed: Observed, verdict: Verdict) -> dict[str, Any]:
+    audit = verdict.audit or observed.status.get("audit")
+    return {"audit": dict(audit)} if audit else {}
+
+
+def _stamped(conditions: Iterator[_Condition] | Sequence[_Condition], observed: Observed) -> list[dict[str, Any]]:
+    generation = observed.resource["metadata"].get("generation", 0)
+    stamped = []
+    for kind, status, reason, message in conditions:
+        old = condition(observed.resource, kind)
+        since = old["lastTransitionTime"] if old.get("status") == status else rfc3339(observed.now)
+        stamped.append(
+            {
+                "type": kind,
+                "status": status,
+                "reason": reason,
+                "message": message[:MAX_MESSAGE],
+                "lastTransitionTime": since,
+                "observedGeneration": generation,
+            }
+        )
+    return stamped
+
+
+def _word(is_true: bool) -> str:
+    return "True" if is_true else "False"

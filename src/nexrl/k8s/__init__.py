@@ -1,0 +1,1 @@
+"""The Kubernetes API, as far as the operator and the command line need it: plain mappings, no generated models."""

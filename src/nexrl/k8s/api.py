@@ -1,0 +1,230 @@
+"""Requests to an API server: get, list, watch, server-side apply, delete. Objects are plain mappings."""
+
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.config.config_exception import ConfigException
+
+from nexrl.errors import FailedPreconditionError, NexrlError
+
+Object = dict[str, Any]
+REQUEST_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
+FIELD_MANAGER = "nexrl-operator"
+
+
+class ApiError(NexrlError):
+    """The API server refused a request. `code` is that of HTTP, `reason` as 'Conflict' or 'Invalid'."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of object, and where the API serves it."""
+
+    api_version: str
+    kind: str
+    plural: str
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """The URL path of the objects of a namespace ("": of all), of one of them, or of a part of it."""
+        prefix = "/apis/" if "/" in self.api_version else "/api/"
+        parts = ["namespaces", namespace] if namespace else []
+        parts += [self.plural, *filter(None, [name, subresource])]
+        return f"{prefix}{self.api_version}/{'/'.join(parts)}"
+
+
+EXPERIMENT = Kind("nexrl.dev/v1alpha1", "Experiment", "experiments")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+SECRET = Kind("v1", "Secret", "secrets")
+SERVICE = Kind("v1", "Service", "services")
+CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+POD = Kind("v1", "Pod", "pods")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
+JOB = Kind("batch/v1", "Job", "jobs")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+EVENT = Kind("events.k8s.io/v1", "Event", "events")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates")
+WORKLOAD = Kind("kueue.x-k8s.io/v1beta2", "Workload", "workloads")
+RESOURCE_FLAVOR = Kind("kueue.x-k8s.io/v1beta2", "ResourceFlavor", "resourceflavors")
+KINDS = {
+    kind.kind: kind
+    for kind in (
+        *(EXPERIMENT, CONFIG_MAP, SECRET, SERVICE, CLAIM, POD, DEPLOYMENT, STATEFUL_SET, JOB, LEASE, EVENT),
+        *(NETWORK_POLICY, CERTIFICATE, WORKLOAD),
+    )
+}
+
+
+class Api:
+    """A connection to one API server. Raises ApiError for what the server refuses, UnavailableError-like aiohttp errors
+    for one that is away."""
+
+    def __init__(self, client: ApiClient, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace
+        """The namespace of the kubeconfig's context, or of this pod."""
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
+        """The object, or None when there is none."""
+        try:
+            return await self.request("GET", kind.path(namespace, name))
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    async def list(self, kind: Kind, namespace: str = "", **query: Any) -> Object:
+        """One page of a list."""
+        return await self.request("GET", kind.path(namespace), query=query)
+
+    async def apply(
+        self, item: Mapping[str, Any], *, subresource: str = "", manager: str = FIELD_MANAGER, dry_run: bool = False
+    ) -> Object:
+        """Server-side apply: the object has these fields from now on; what others manage stays.
+
+        `dry_run`: only judge it.
+        """
+        kind, metadata = KINDS[item["kind"]], item["metadata"]
+        path = kind.path(metadata.get("namespace", self.namespace), metadata["name"], subresource)
+        query = {"fieldManager": manager, "force": "true", **({"dryRun": "All"} if dry_run else {})}
+        return await self.request("PATCH", path, query=query, body=item, content_type="application/apply-patch+yaml")
+
+    async def create(self, item: Mapping[str, Any]) -> Object:
+        """Make an object that must not be there yet."""
+        kind, namespace = KINDS[item["kind"]], item["metadata"].get("namespace", self.namespace)
+        return await self.request("POST", kind.path(namespace), body=item)
+
+    async def replace(self, item: Mapping[str, Any]) -> Object:
+        """Replace an object; with a resourceVersion in it, only if it is still that one."""
+        kind, metadata = KINDS[item["kind"]], item["metadata"]
+        return await self.request("PUT", kind.path(metadata["namespace"], metadata["name"]), body=item)
+
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Object:
+        """Change the fields in `patch`; None removes one."""
+        path = kind.path(namespace, name)
+        return await self.request("PATCH", path, body=patch, content_type="application/merge-patch+json")
+
+    async def delete(self, kind: Kind, namespace: str, name: str) -> bool:
+        """Delete an object and, in the background, what it owns; False when there was none."""
+        try:
+            body = {"propagationPolicy": "Background"}
+            await self.request("DELETE", kind.path(namespace, name), body=body)
+        except ApiError as error:
+            if error.code == 404:
+                return False
+            raise
+        return True
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """One request, within REQUEST_SECONDS; gives the answer's JSON. Raises ApiError."""
+        async with self._sent(method, path, query, body, content_type) as response:
+            text = await response.text()
+        found: Object = json.loads(text)
+        return found
+
+    async def text(self, path: str, query: Mapping[str, Any]) -> AsyncIterator[bytes]:
+        """The lines of an answer that is no JSON, as they come: the log of a container."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        async with self._sent("GET", path, query, None, "application/json", limits) as response:
+            async for line in response.content:
+                yield line
+
+    async def watch(
+        self, kind: Kind, namespace: str, *, silence_seconds: float, **query: Any
+    ) -> AsyncIterator[tuple[str, Object]]:
+        """(type, object) for each change, until the server ends the watch. Raises TimeoutError when nothing comes for
+        `silence_seconds`: a connection that was cut says nothing, too."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
+        query = {"watch": "true", "allowWatchBookmarks": "true", **query}
+        path = kind.path(namespace)
+        async with self._sent("GET", path, query, None, "application/json", limits) as response:
+            async for line in response.content:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise _error(event["object"])
+                yield event["type"], event["object"]
+
+    @asynccontextmanager
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | None,
+        content_type: str,
+        limits: aiohttp.ClientTimeout | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        method, url, headers, _, _ = await self._client.param_serialize(
+            method, path, query_params=dict(query or {}), header_params=headers, auth_settings=["BearerToken"]
+        )
+        answer = await self._client.rest_client.request(
+            method, url, headers, body, None, limits or aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        )
+        response: aiohttp.ClientResponse = answer.response
+        async with response:
+            if response.status >= 400:
+                raise _error(_status(await response.text(), response.status))
+            yield response
+
+
+@asynccontextmanager
+async def connect_cluster() -> AsyncIterator[Api]:
+    """The cluster of KUBECONFIG (or ~/.kube/config), or the one that this pod is in. Raises FailedPreconditionError."""
+    configuration = Configuration()
+    try:
+        namespace = await _configure(configuration)
+    except (ConfigException, OSError) as error:
+        raise FailedPreconditionError(f"no cluster: {error}; set KUBECONFIG") from None
+    async with ApiClient(configuration) as client:
+        yield Api(client, namespace)
+
+
+async def _configure(configuration: Configuration) -> str:
+    if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+        config.load_incluster_config(configuration)
+        return Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()  # noqa: ASYNC240
+    file_name = _kubeconfig()
+    await config.load_kube_config(file_name, client_configuration=configuration)
+    _, active = config.list_kube_config_contexts(file_name)
+    return str(active["context"].get("namespace", "default"))
+
+
+def _kubeconfig() -> str:
+    return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+
+
+def _status(text: str, code: int) -> Object:
+    try:
+        found: Object = json.loads(text)
+        return found
+    except ValueError:
+        return {"code": code, "reason": "", "message": text[:1000]}
+
+
+def _error(status: Mapping[str, Any]) -> ApiError:
+    return ApiError(status.get("code", 0), status.get("reason", ""), status.get("message", ""))

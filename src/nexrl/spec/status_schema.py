@@ -1,0 +1,112 @@
+"""The schema of an Experiment's status, which the operator writes. What each field means: docs/reference/status.md."""
+
+from typing import Any
+
+_TIME = {"type": "string", "format": "date-time"}
+_TEXT = {"type": "string", "maxLength": 1024}
+_COUNT = {"type": "integer", "format": "int64"}
+
+_CONDITION = {
+    "type": "object",
+    "required": ["type", "status", "reason", "message", "lastTransitionTime"],
+    "properties": {
+        "type": {"type": "string", "maxLength": 64, "description": "Name of the condition."},
+        "status": {"type": "string", "enum": ["True", "False", "Unknown"], "description": "Whether it holds."},
+        "reason": {"type": "string", "maxLength": 128, "description": "Why, in one word."},
+        "message": {"type": "string", "maxLength": 32_768, "description": "Why, for people, and what to do."},
+        "lastTransitionTime": {**_TIME, "description": "When `status` changed last."},
+        "observedGeneration": {**_COUNT, "description": "The metadata.generation that it is about."},
+    },
+}
+
+_PROGRESS = {
+    "type": "object",
+    "description": "How far the experiment is; renewed every 10 seconds at most.",
+    "properties": {
+        "step": {**_COUNT, "description": "Optimizer steps made."},
+        "totalSteps": {**_COUNT, "description": "Optimizer steps asked for."},
+        "policyVersion": {**_COUNT, "description": "Committed policy version; -1 before the first."},
+        "reward": {**_TEXT, "description": "Mean reward of the newest step."},
+        "staleness": {**_TEXT, "description": "Mean staleness (steps) of the newest step's trajectories."},
+        "metrics": {
+            "type": "object",
+            "description": "Newest value of each metric, by name.",
+            "maxProperties": 64,
+            "additionalProperties": _TEXT,
+        },
+        "lastUpdateTime": {**_TIME, "description": "When this was read from the controller."},
+    },
+}
+
+_AUDIT = {
+    "type": "object",
+    "description": "The ledger, counted again from its records: when training had ended, or when it was asked for.",
+    "properties": {
+        "request": {**_TEXT, "description": "Which request this answers: the annotation nexrl.dev/audit, or final."},
+        "problem": {**_TEXT, "description": "Why it could not be counted."},
+        "granted": {**_COUNT, "description": "Samples handed out."},
+        "trained": {**_COUNT, "description": "Samples trained, each once."},
+        "dropped": {**_COUNT, "description": "Samples dropped, for reasons that are counted."},
+        "inFlight": {**_COUNT, "description": "Samples on their way."},
+        "findings": {**_COUNT, "description": "Records that break the balance; 0 when every sample is accounted for."},
+    },
+}
+
+STATUS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "What the operator has seen. The conditions are the interface; the phase is for people.",
+    "properties": {
+        "observedGeneration": {**_COUNT, "description": "The metadata.generation that this status is about."},
+        "phase": {
+            "type": "string",
+            "maxLength": 32,
+            "description": "Pending, Queued, Starting, Running, Suspending, Suspended, Restarting, Stopping, Succeeded "
+            "or Failed; follows from the conditions.",
+        },
+        "conditions": {
+            "type": "array",
+            "maxItems": 16,
+            "description": "Accepted, ServicesReady, TrainerReady, RolloutReady, Ready, Suspended, Stalled, "
+            "Admitted, RolloutScaleLimited, SpecChangePending, Complete, Failed.",
+            "items": _CONDITION,
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["type"],
+        },
+        "startTime": {**_TIME, "description": "When it started, or was resumed last."},
+        "completionTime": {**_TIME, "description": "When it became Complete or Failed."},
+        "restarts": {**_COUNT, "description": "Restarts of components so far."},
+        "trainerAttempt": {**_COUNT, "description": "Number of the newest trainer Job."},
+        "rollout": {
+            "type": "object",
+            "description": "The rollout pods; what `kubectl scale` and autoscalers look at.",
+            "properties": {
+                "replicas": {**_COUNT, "description": "Pods there are."},
+                "readyReplicas": {**_COUNT, "description": "Pods that are ready."},
+                "selector": {**_TEXT, "description": "Label selector of the pods."},
+            },
+        },
+        "components": {
+            "type": "array",
+            "maxItems": 16,
+            "description": "Each kind of pod.",
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+            "items": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "name": {"type": "string", "maxLength": 64, "description": "Component, as trajectory-pool."},
+                    "ready": {**_COUNT, "description": "Pods that are ready."},
+                    "desired": {**_COUNT, "description": "Pods that there should be."},
+                    "revision": {
+                        "type": "string",
+                        "maxLength": 64,
+                        "description": "Digest of the part of the spec that its pods were made from.",
+                    },
+                },
+            },
+        },
+        "progress": _PROGRESS,
+        "audit": _AUDIT,
+    },
+}

@@ -1,0 +1,58 @@
+"""A whole run under mutual TLS, whose certificates and authority are replaced while it is on."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from nexrl.authority import Issued, issue
+from nexrl.local.launcher import controller_address
+from nexrl.rpc.client import connect
+from nexrl.tls import Tls
+from nexrl.v1 import controller_service_pb2 as pb
+from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tests.support.certificates import OTHERS, OURS, Authority, environment, write
+from tests.support.runs import Run, nexrl, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+RUN_SECONDS = 150.0
+STEPS = 12
+
+
+async def test_a_run_goes_on_while_its_certificates_and_its_authority_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Authority(), Authority()
+    for name, value in environment(first.write(tmp_path / "tls")).items():
+        monkeypatch.setenv(name, value)
+    small = (f"trainer.steps={STEPS}", "trajectoryPool.batchSize=32", "rollout.workers=64")
+    async with running(tmp_path, *small, seconds=RUN_SECONDS) as run:
+        await run.until_step(1)
+        await _refuses_strangers(run, first)
+        # The way to replace an authority: all trust both, all show the new one's, nobody trusts the old one.
+        both = first.ca.certificate + second.ca.certificate
+        for step, trusted, issuer in ((2, both, first), (4, both, second), (6, second.ca.certificate, second)):
+            write(tmp_path / "tls", Issued(trusted, b""), issue(issuer.ca, [], OURS))
+            await run.until_step(step)
+        assert await run.launcher.wait() == 0
+    logs = {log.stem: log.read_text() for log in run.folder.glob("logs/*.log")}
+    assert not [name for name, log in logs.items() if "Traceback" in log]
+    assert [name for name, log in logs.items() if "SSL" in log] == ["controller"]  # by whom strangers were refused
+    assert {name for name, log in logs.items() if "certificate read again" in log} >= {"trainer", "rollout-0"}
+    audited = nexrl(tmp_path, "audit", str(run.folder), seconds=60)
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+
+
+async def _refuses_strangers(run: Run, authority: Authority) -> None:
+    address = controller_address(run.folder)
+    others = authority.write(run.root / "others", OTHERS)
+    expected = {
+        connect(address, Tls(others.ca, OURS, others.certificate, others.key)): grpc.StatusCode.PERMISSION_DENIED,
+        grpc.aio.insecure_channel(address): grpc.StatusCode.UNAVAILABLE,
+    }
+    for channel, code in expected.items():
+        async with channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await ControllerServiceStub(channel).GetExperiment(pb.GetExperimentRequest(), timeout=20)
+        assert refusal.value.code() == code

@@ -1,0 +1,48 @@
+"""`nexrl submit`, `status`, `suspend`, `resume`, `audit` and `delete` against a cluster."""
+
+import pytest
+
+from nexrl.errors import CheckFailedError, InvalidArgumentError, NotFoundError
+from nexrl.k8s import commands
+from nexrl.k8s.api import EXPERIMENT, Api
+from nexrl.k8s.commands import Target
+from nexrl_controller.events import VersionCommitted
+from tests.envtest.test_operator import kubelet, namespace, operating, until_condition, until_phase
+from tests.support.kubelet import Kubelet, Services, experiment_object
+
+__all__ = ["kubelet", "namespace"]  # fixtures
+
+
+async def test_an_experiment_is_led_by_commands(
+    api: Api, namespace: str, kubelet: Kubelet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    services, target = Services(), Target("led", namespace)
+    document = experiment_object("led", namespace)
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await commands.submit(document, namespace)
+        await until_phase(api, namespace, "led", "Starting")
+        await controller.apply(VersionCommitted(0))
+        await until_condition(api, namespace, "led", "Ready", "True")
+        await commands.print_status(target)
+        assert "led: Running" in capsys.readouterr().out
+        await commands.print_audit(target)
+        assert "granted 10 = trained 8 + dropped 2 + in flight 0; every sample" in capsys.readouterr().out
+        await commands.suspend(target, is_suspended=True)
+        await until_phase(api, namespace, "led", "Suspended")
+        await commands.suspend(target, is_suspended=False)
+        await until_phase(api, namespace, "led", "Running")
+        with pytest.raises(InvalidArgumentError, match=r"set spec\.suspend to true"):
+            await commands.submit(experiment_object("led", namespace, trainer={"steps": 99}), namespace)
+        await commands.delete(target)
+        with pytest.raises(NotFoundError):
+            await commands.print_status(target)
+
+
+async def test_an_unbalanced_ledger_is_an_error(api: Api, namespace: str) -> None:
+    await api.create(experiment_object("off", namespace))
+    counts = {"granted": 3, "trained": 1, "dropped": 1, "inFlight": 0, "findings": 1, "request": "final"}
+    status = {"status": {"phase": "Succeeded", "audit": counts}}
+    path = EXPERIMENT.path(namespace, "off", "status")
+    await api.request("PATCH", path, body=status, content_type="application/merge-patch+json")
+    with pytest.raises(CheckFailedError):
+        await commands.print_audit(Target("off", namespace))

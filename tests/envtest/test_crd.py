@@ -1,0 +1,221 @@
+"""What the API server accepts of an Experiment, and what it refuses: each rule both ways."""
+
+import copy
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from nexrl.errors import InvalidArgumentError
+from nexrl.k8s.api import EXPERIMENT, Api, ApiError
+from nexrl.spec import parse_experiment, yaml_core
+from tests.support.guide import ROOT
+from tests.support.kubelet import experiment_object
+
+Object = dict[str, Any]
+
+EXAMPLES = [
+    "examples/sort-digits.yaml",
+    "examples/sort-digits/experiment.yaml",
+    "examples/smollm2-arithmetic.yaml",
+    "tests/e2e/copy-digits.yaml",
+    "tests/chaos/copy-digits.yaml",
+    "tests/vllm/copy-digits.yaml",
+]
+
+
+def document(**changes: Any) -> Object:
+    """An experiment with changes by path, as rollout__replicas=2; ... takes a key away."""
+    item = experiment_object(f"x-{uuid4().hex[:8]}")
+    for path, value in changes.items():
+        change(item["spec"], path, value)
+    return item
+
+
+def change(spec: Object, path: str, value: Any) -> None:
+    *parents, key = path.split("__")
+    for parent in parents:
+        spec = spec.setdefault(parent, {})
+    if value is ...:
+        spec.pop(key, None)
+    else:
+        spec[key] = value
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+async def test_a_file_of_nexrl_run_is_taken_as_it_is(api: Api, path: str) -> None:
+    item = yaml_core.load((ROOT / path).read_text())
+    item["metadata"]["name"] = f"x-{uuid4().hex[:8]}"
+    stored = await api.apply(item, manager="test")
+    known = {key: stored["metadata"][key] for key in ("name", "namespace")}
+    again = parse_experiment({**stored, "metadata": known}, Path("/"))
+    assert again.spec == parse_experiment(item, Path("/")).spec  # the server's defaults are ours
+
+
+FINE: dict[str, Object] = {
+    "path": {"model__scratch": ..., "model__path": "/models/x"},
+    "agent": {"rollout__type": "agent", "rollout__environment": "game:Game"},
+    "system-prompt": {"rollout__chat": True, "rollout__systemPrompt": "Be brief."},
+    "batch": {"trajectoryPool__batchSize": 16, "trajectoryPool__groupSize": 4},
+    "async": {"weightSync__mode": "batch-async", "weightSync__stalenessThreshold": 2},
+    "sync": {"weightSync__mode": "sync", "weightSync__stalenessThreshold": 0},
+    "vllm": {"inference__backend": "vllm", "inference__tensorParallel": 2, "inference__vllmArgs": ["--x"]},
+    "url": {"inference__backend": "vllm", "inference__url": "http://engine:8000", "inference__apiKeyEnv": "KEY"},
+    "in-flight": {"inference__backend": "vllm", "weightSync__inFlight": "abort"},
+    "validation": {"validation": {"data": {"type": "mock"}, "temperature": 0.7, "samplesPerTask": 4}},
+    "resume": {"resume": {"mode": "from_path", "path": "/checkpoints/global_step_1"}},
+    "health": {"monitor__health": {"checkIntervalSeconds": 2, "timeoutSeconds": 3}},
+    "redis": {"redis__url": "rediss://user@redis:6379"},
+    "code": {"code": {"task.py": "x = 1"}},
+    "jsonl": {"data": {"type": "jsonl", "path": "/data/tasks.jsonl"}},
+    "python": {"data": {"type": "python", "factory": "task:tasks"}, "code": {"task.py": ""}},
+    "gym": {"data": {"type": "reasoning_gym", "name": "chain_sum", "config": {"any": [1, {"x": 2}]}}},
+    "template": {"trainer__template": {"spec": {"nodeSelector": {"gpu": "yes"}, "whatever": [1]}}},
+    "deadlines": {"activeDeadlineSeconds": 60, "startupDeadlineSeconds": 30, "ttlSecondsAfterFinished": 0},
+}
+
+
+@pytest.mark.parametrize("changes", FINE.values(), ids=FINE.keys())
+async def test_what_can_run_is_taken(api: Api, changes: Object) -> None:
+    item = document(**changes)
+    await api.apply(item, manager="test")
+    parse_experiment(item, Path("/"))
+
+
+WRONG: dict[str, tuple[Object, str]] = {
+    "no-source": ({"model__scratch": ...}, "spec.model.scratch"),
+    "two-sources": ({"model__path": "/models/x"}, "spec.model.scratch"),
+    "heads": ({"model__scratch__heads": 3}, "spec.model.scratch.heads"),
+    "alphabet": ({"model__scratch__alphabet": "aba"}, "spec.model.scratch.alphabet"),
+    "environment-missing": ({"rollout__type": "agent"}, "spec.rollout.environment"),
+    "environment-idle": ({"rollout__environment": "game:Game"}, "spec.rollout.environment"),
+    "reward-idle": ({"rollout__type": "mock", "rollout__reward": "x:y"}, "spec.rollout.reward"),
+    "system-prompt": ({"rollout__systemPrompt": "Be brief."}, "spec.rollout.systemPrompt"),
+    "batch": ({"trajectoryPool__batchSize": 10, "trajectoryPool__groupSize": 4}, "spec.trajectoryPool.groupSize"),
+    "sync": ({"weightSync__stalenessThreshold": 1}, "spec.weightSync.stalenessThreshold"),
+    "async": (
+        {"weightSync__mode": "batch-async", "weightSync__stalenessThreshold": 0},
+        "spec.weightSync.stalenessThreshold",
+    ),
+    "tensor-parallel": ({"inference__tensorParallel": 2}, "spec.inference.tensorParallel"),
+    "data-parallel": ({"inference__dataParallel": 2}, "spec.inference.dataParallel"),
+    "vllm-args": ({"inference__vllmArgs": ["--x"]}, "spec.inference.vllmArgs"),
+    "url": ({"inference__url": "http://engine:8000"}, "spec.inference.url"),
+    "api-key": ({"inference__apiKeyEnv": "KEY"}, "spec.inference.apiKeyEnv"),
+    "in-flight": ({"weightSync__inFlight": "abort"}, "spec.weightSync.inFlight"),
+    "greedy": ({"validation": {"data": {"type": "mock"}, "samplesPerTask": 4}}, "spec.validation.samplesPerTask"),
+    "resume-missing": ({"resume__mode": "from_path"}, "spec.resume.path"),
+    "resume-idle": ({"resume__path": "/x"}, "spec.resume.path"),
+    "health": ({"monitor__health__timeoutSeconds": 1}, "spec.monitor.health.timeoutSeconds"),
+    "password": ({"redis__url": "redis://user:secret@redis:6379"}, "spec.redis.url"),
+    "code": ({"code": {"../task.py": "x = 1"}}, "spec.code"),
+    "positions": ({"rollout__maxNewTokens": 32, "inference__maxTokensPerRow": 64}, "spec.rollout.maxNewTokens"),
+    "row": ({"inference__maxTokensPerRow": 8}, "spec.inference.maxTokensPerRow"),
+    "micro-batch": ({"trainer__maxTokensPerMicroBatch": 16}, "spec.inference.maxTokensPerRow"),
+    "other-variant": ({"data__path": "/data/tasks.jsonl"}, "spec.data.path"),
+    "variant-incomplete": ({"data": {"type": "jsonl"}}, "spec.data.path"),
+    "type": ({"trainer__steps": "many"}, "spec.trainer.steps"),
+    "range": ({"algorithm__learningRate": 0}, "spec.algorithm.learningRate"),
+    "choice": ({"algorithm__loss": "hinge"}, "spec.algorithm.loss"),
+    "name-of-ours": ({"managedBy": "somebody"}, "spec.managedBy"),
+}
+
+
+@pytest.mark.parametrize(("changes", "field"), WRONG.values(), ids=WRONG.keys())
+async def test_what_cannot_run_is_refused_at_its_field(api: Api, changes: Object, field: str) -> None:
+    item = document(**changes)
+    with pytest.raises(ApiError) as refused:
+        await api.create(item)
+    assert refused.value.reason == "Invalid"
+    assert f"{field}:" in refused.value.message
+    with pytest.raises(InvalidArgumentError):  # and so it is by `nexrl run`
+        parse_experiment(item, Path("/"))
+
+
+async def test_an_unknown_key_is_refused_when_asked_strictly(api: Api) -> None:
+    with pytest.raises(ApiError, match=r"unknown field .spec.trainer.stepz"):
+        await api.request(
+            "POST", EXPERIMENT.path("default"), query={"fieldValidation": "Strict"}, body=document(trainer__stepz=1)
+        )
+
+
+@pytest.mark.parametrize("name", ["a" * 41, "1abc", "a.b"])
+async def test_a_name_that_is_too_long_or_no_label_is_refused(api: Api, name: str) -> None:
+    item = document()
+    item["metadata"]["name"] = name
+    with pytest.raises(ApiError, match="lower-case letters"):
+        await api.create(item)
+
+
+async def test_a_name_of_forty_characters_is_taken(api: Api) -> None:
+    item = document()
+    item["metadata"]["name"] = "a" * 40
+    await api.create(item)
+
+
+ALWAYS: dict[str, Object] = {
+    "replicas": {"rollout__replicas": 4},
+    "ttl": {"ttlSecondsAfterFinished": 60},
+    "deadline": {"activeDeadlineSeconds": 3600},
+    "rollout-template": {"rollout__template": {"metadata": {"labels": {"a": "b"}}}},
+    "inference-template": {"inference__template": {"spec": {"priorityClassName": "high"}}},
+}
+WHILE_SUSPENDED: dict[str, Object] = {
+    "steps": {"trainer__steps": 8},
+    "learning-rate": {"algorithm__learningRate": 0.1},
+    "workers": {"rollout__workers": 3},
+    "engines": {"inference__replicas": 2},
+    "validation": {"validation": {"data": {"type": "mock"}}},
+    "code": {"code": {"task.py": "x = 2"}},
+    "trainer-template": {"trainer__template": {"spec": {"nodeSelector": {"a": "b"}}}},
+}
+NEVER: dict[str, Object] = {
+    "model": {"model__seed": 1},
+    "data": {"data__seed": 1},
+    "batch": {"trajectoryPool__batchSize": 128},
+    "group": {"trajectoryPool__groupSize": 4},
+    "storage": {"storage__size": "20Gi"},
+    "managed-by": {"managedBy": "kueue.x-k8s.io/multikueue"},
+}
+
+
+async def _changed(api: Api, changes: Object, *, suspend: bool) -> Object:
+    """A stored experiment with these changes, ready to be replaced."""
+    stored = await api.create(document(suspend=suspend))
+    changed = copy.deepcopy(stored)
+    for path, value in changes.items():
+        change(changed["spec"], path, value)
+    return changed
+
+
+@pytest.mark.parametrize("changes", ALWAYS.values(), ids=ALWAYS.keys())
+async def test_what_may_change_at_any_time_does(api: Api, changes: Object) -> None:
+    await api.replace(await _changed(api, changes, suspend=False))
+
+
+@pytest.mark.parametrize("changes", WHILE_SUSPENDED.values(), ids=WHILE_SUSPENDED.keys())
+async def test_the_rest_changes_only_while_suspended(api: Api, changes: Object) -> None:
+    with pytest.raises(ApiError, match=r"set spec\.suspend to true"):
+        await api.replace(await _changed(api, changes, suspend=False))
+    await api.replace(await _changed(api, changes, suspend=True))
+    await api.replace(await _changed(api, {**changes, "suspend": False}, suspend=True))  # as Kueue does
+    await api.replace(await _changed(api, {**changes, "suspend": True}, suspend=False))
+
+
+@pytest.mark.parametrize("changes", NEVER.values(), ids=NEVER.keys())
+async def test_what_makes_it_that_experiment_never_changes(api: Api, changes: Object) -> None:
+    for suspend in (False, True):
+        with pytest.raises(ApiError, match="never changes"):
+            await api.replace(await _changed(api, changes, suspend=suspend))
+
+
+async def test_scale_reads_and_writes_the_rollouts(api: Api) -> None:
+    item = await api.create(document())
+    path = EXPERIMENT.path("default", item["metadata"]["name"], "scale")
+    patch: Object = {"spec": {"replicas": 5}}
+    scale = await api.request("PATCH", path, body=patch, content_type="application/merge-patch+json")
+    assert scale["spec"]["replicas"] == 5
+    stored = await api.get(EXPERIMENT, "default", item["metadata"]["name"])
+    assert stored is not None
+    assert stored["spec"]["rollout"]["replicas"] == 5

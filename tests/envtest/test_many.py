@@ -1,0 +1,84 @@
+"""Many experiments, and an operator with nothing to do. EXPERIMENTS=500: as many as releases are tried with."""
+
+import asyncio
+import os
+import re
+from collections import Counter
+from uuid import uuid4
+
+import pytest
+from prometheus_client import REGISTRY
+
+from nexrl.k8s.api import EXPERIMENT, Api
+from nexrl_controller.operator.server import Operator
+from tests.support.eventually import eventually
+from tests.support.kubelet import Services, experiment_object, operator_settings
+
+NUMBER = int(os.environ.get("EXPERIMENTS", "20"))
+IDLE_SECONDS = 15.0
+MAX_RECONCILE_SECONDS = 5.0
+REQUESTS = re.compile(r"^apiserver_request_total\{(?P<labels>[^}]*)\} (?P<count>\S+)$", re.MULTILINE)
+
+pytestmark = pytest.mark.timeout(120 + 2 * NUMBER)
+
+
+async def test_many_experiments_reconcile_and_then_nothing_is_asked(api: Api) -> None:
+    namespace = f"many-{uuid4().hex[:8]}"
+    await api.request("POST", "/api/v1/namespaces", body={"metadata": {"name": namespace}})
+    failed = _reconciled("error")
+    operator = Operator(api, operator_settings(namespace=namespace, release_namespace=namespace), Services().connect)
+    running = asyncio.create_task(operator.run())
+    for number in range(NUMBER):
+        await api.apply(experiment_object(f"experiment-{number}", namespace), manager="test")
+
+    async def all_have_a_status() -> bool:
+        items = (await api.list(EXPERIMENT, namespace))["items"]
+        return len(items) == NUMBER and all("status" in item for item in items)
+
+    await eventually(all_have_a_status, 60.0 + 2 * NUMBER)
+    assert _reconciled("error") == failed
+    assert _share_within(MAX_RECONCILE_SECONDS) >= 0.99
+
+    await eventually(lambda: _is_quiet(operator), 60.0)
+    before = await _requests(api)
+    await asyncio.sleep(IDLE_SECONDS)
+    asked = await _requests(api) - before
+    assert not running.done()
+    assert set(asked) <= {"leases"}, asked  # which say that it is alive
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def _is_quiet(operator: Operator) -> bool:
+    before = _reconciled("success")
+    await asyncio.sleep(2.0)
+    return operator.queue.depth == 0 and _reconciled("success") == before
+
+
+def _reconciled(result: str) -> float:
+    return REGISTRY.get_sample_value("nexrl_operator_reconcile_total", {"result": result}) or 0.0
+
+
+def _share_within(seconds: float) -> float:
+    name = "nexrl_operator_reconcile_duration_seconds"
+    within = REGISTRY.get_sample_value(f"{name}_bucket", {"le": str(seconds)})
+    everything = REGISTRY.get_sample_value(f"{name}_count")
+    assert within is not None
+    assert everything
+    return within / everything
+
+
+async def _requests(api: Api) -> Counter[str]:
+    """Requests of this process so far by resource, without watches and what this function does."""
+    text = b"".join([line async for line in api.text("/metrics", {})]).decode()
+    found: Counter[str] = Counter()
+    for match in REQUESTS.finditer(text):
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"]))
+        if labels["verb"] != "WATCH" and labels["resource"] in _WATCHED:
+            found[labels["resource"]] += int(float(match["count"]))
+    return found
+
+
+_WATCHED = {"configmaps", "deployments", "events", "experiments", "jobs", "leases", "networkpolicies"} | {
+    *("persistentvolumeclaims", "pods", "secrets", "services", "statefulsets"),
+}

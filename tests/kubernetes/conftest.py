@@ -1,0 +1,32 @@
+"""One release of the chart for all tests of this folder, in a namespace that enforces `restricted`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import RESTRICTED, Namespace, command, fresh_namespace, missing
+
+HERE = Path(__file__).parent
+RELEASE = "nexrl"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all of this folder, and skip it where there is no cluster."""
+    why = missing()
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.kubernetes)
+            if why:
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session")
+def namespace() -> Iterator[Namespace]:
+    """With the chart installed, without any value."""
+    with fresh_namespace(RESTRICTED) as found:
+        found.install(RELEASE)
+        yield found
+        found.kubectl("delete", "experiments", "--all", "--timeout=120s", seconds=180.0)
+        found.uninstall(RELEASE)
+        command("kubectl", "delete", "crd", "experiments.nexrl.dev", "--ignore-not-found", "--timeout=60s")

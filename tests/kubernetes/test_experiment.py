@@ -1,0 +1,30 @@
+"""From `helm install` to a model that was trained, all of it inside the cluster."""
+
+import pytest
+
+from tests.kubernetes.conftest import RELEASE
+from tests.support.cluster import Namespace
+from tests.support.experiments import SORT_DIGITS, Running, applied, assert_balanced, sort_digits
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def test_release_passes_its_own_tests(namespace: Namespace) -> None:
+    namespace.test(RELEASE)
+
+
+def test_example_is_trained(namespace: Namespace) -> None:
+    namespace.kubectl("apply", "--filename", str(SORT_DIGITS))
+    ended = Running(namespace, "sort-digits").until("Complete")
+    assert ended["status"]["phase"] == "Succeeded"
+    assert ended["status"]["progress"]["step"] == 450
+    assert float(ended["status"]["progress"]["reward"]) >= 0.9
+    assert_balanced(ended)
+    namespace.kubectl("delete", "experiment", "sort-digits", "--timeout=120s", seconds=150.0)
+
+
+@pytest.mark.vllm
+def test_example_is_trained_on_vllm(namespace: Namespace) -> None:
+    item = sort_digits("on-vllm", inference__backend="vllm", trainer__steps=20)
+    with applied(namespace, item) as running:
+        assert_balanced(running.until("Complete"))

@@ -1,0 +1,38 @@
+"""Certificates for tests: an authority in memory, files as a Secret's volume has them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nexrl.authority import Issued, issue, new_ca
+from nexrl.tls import Tls, experiment_name
+
+OURS = experiment_name("team", "ours")
+OTHERS = experiment_name("team", "others")
+
+
+class Authority:
+    """Issues into folders."""
+
+    def __init__(self) -> None:
+        self.ca = new_ca()
+
+    def write(self, folder: Path, name: str = OURS, *, names: Sequence[str] = (), days: float = 1) -> Tls:
+        """Put a new certificate for `name` into `folder`, in place of one that may be there."""
+        return write(folder, self.ca, issue(self.ca, names, name, days=days), name)
+
+
+def write(folder: Path, ca: Issued, issued: Issued, name: str = OURS) -> Tls:
+    """Put files into `folder`, each replaced at once; gives what names them."""
+    folder.mkdir(exist_ok=True, parents=True)
+    files = {"ca.crt": ca.certificate, "tls.crt": issued.certificate, "tls.key": issued.key}
+    for file, content in files.items():
+        (folder / f"{file}.new").write_bytes(content)
+        (folder / f"{file}.new").replace(folder / file)
+    return Tls(folder / "ca.crt", name, folder / "tls.crt", folder / "tls.key")
+
+
+def environment(tls: Tls) -> dict[str, str]:
+    """The variables that stand for it."""
+    values = {"NEXRL_TLS_CERT": tls.certificate, "NEXRL_TLS_KEY": tls.key, "NEXRL_TLS_CA": tls.ca}
+    files = {**values, "NEXRL_TOKEN_FILE": tls.token}
+    return {"NEXRL_TLS_NAME": tls.name, **{name: str(path) for name, path in files.items() if path}}

@@ -1,0 +1,143 @@
+"""A real cluster, that of KUBECONFIG, as its user has it: kubectl, Helm, and waiting for facts."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from tests.support.helm import CHART, helms
+
+Object = dict[str, Any]
+FactT = TypeVar("FactT")
+
+COMMAND_SECONDS = 120.0
+INSTALL_SECONDS = 300
+LOOK_AGAIN_SECONDS = 1.0
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+
+
+class CommandError(Exception):
+    """kubectl or Helm said no; the message is theirs."""
+
+
+def missing() -> str:
+    """Why no cluster can be used; "" when one can."""
+    if not os.environ.get("KUBECONFIG"):
+        return "needs a cluster: KUBECONFIG is not set"
+    if not shutil.which("kubectl") or not helms():
+        return "needs kubectl and helm on the PATH"
+    return ""
+
+
+def command(*arguments: str, text: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
+    """Run a program; gives what it prints. Raises CommandError."""
+    done = subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=seconds, check=False)
+    if done.returncode:
+        raise CommandError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}".strip())
+    return done.stdout
+
+
+def eventually(fact: Callable[[], FactT], what: str, seconds: float = 120.0) -> FactT:
+    """Ask again until the answer is neither empty nor an error; gives it. Raises TimeoutError that says what it was."""
+    deadline, newest = time.monotonic() + seconds, ""
+    while time.monotonic() < deadline:
+        try:
+            if found := fact():
+                return found
+        except CommandError as error:
+            newest = str(error)
+        time.sleep(LOOK_AGAIN_SECONDS)
+    raise TimeoutError(f"not within {seconds:.0f} s: {what}; {newest}")
+
+
+class Namespace:
+    """One namespace, and what is asked of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def kubectl(self, *arguments: str, text: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
+        """Run kubectl here."""
+        return command("kubectl", "--namespace", self.name, *arguments, text=text, seconds=seconds)
+
+    def get(self, kind: str, name: str) -> Object:
+        """One object. Raises CommandError when there is none."""
+        found: Object = json.loads(self.kubectl("get", kind, name, "--output", "json"))
+        return found
+
+    def list(self, kinds: str, selector: str = "") -> Sequence[Object]:
+        """Objects of these kinds."""
+        chosen = ["--selector", selector] if selector else []
+        items: list[Object] = json.loads(self.kubectl("get", kinds, *chosen, "--output", "json"))["items"]
+        return items
+
+    def pods(self, selector: str) -> Sequence[Object]:
+        """Pods that are not on their way out."""
+        return [pod for pod in self.list("pods", selector) if "deletionTimestamp" not in pod["metadata"]]
+
+    def apply(self, item: Object | str) -> None:
+        """Apply a manifest."""
+        self.kubectl("apply", "--filename", "-", text=item if isinstance(item, str) else json.dumps(item))
+
+    def install(self, release: str, *values: str) -> None:
+        """Install or upgrade the chart, and wait until its pods are ready."""
+        given = [part for value in values for part in ("--set", value)]
+        wait = ["--wait", "--timeout", f"{INSTALL_SECONDS}s"]
+        self._helm("upgrade", "--install", release, str(CHART), *given, *wait)
+
+    def test(self, release: str) -> None:
+        """Run `helm test`."""
+        self._helm("test", release, "--timeout", f"{INSTALL_SECONDS}s", "--logs")
+
+    def uninstall(self, release: str) -> None:
+        """Remove the release and wait until its objects are gone."""
+        self._helm("uninstall", release, "--wait", "--timeout", f"{INSTALL_SECONDS}s")
+
+    def _helm(self, *arguments: str) -> None:
+        command(helms()[0], "--namespace", self.name, *arguments, seconds=INSTALL_SECONDS + 60)
+
+    def diagnosis(self) -> str:
+        """What a person would look at first when something is wrong."""
+        asked = [
+            ["get", "experiments,pods,jobs,statefulsets,pvc", "--output", "wide"],
+            ["get", "events", "--sort-by", ".lastTimestamp"],
+            ["get", "experiments", "--output", "yaml"],
+        ]
+        names = [pod["metadata"]["name"] for pod in self.list("pods")]
+        asked += [["logs", name, "--all-containers", "--tail", "30", "--prefix"] for name in names]
+        return "\n\n".join(self._said(*arguments) for arguments in asked)
+
+    def _said(self, *arguments: str) -> str:
+        try:
+            return self.kubectl(*arguments)
+        except CommandError as error:
+            return str(error)
+
+
+def condition(experiment: Object, kind: str) -> Object:
+    """A condition of an experiment; {} when it has none of that type."""
+    found = experiment.get("status", {}).get("conditions", [])
+    return next((each for each in found if each["type"] == kind), {})
+
+
+def is_true(experiment: Object, kind: str) -> bool:
+    """Whether a condition holds."""
+    return condition(experiment, kind).get("status") == "True"
+
+
+@contextmanager
+def fresh_namespace(*labels: str) -> Iterator[Namespace]:
+    """A namespace that is gone afterwards, with all that is in it."""
+    namespace = Namespace(f"nexrl-test-{uuid.uuid4().hex[:8]}")
+    command("kubectl", "create", "namespace", namespace.name)
+    if labels:
+        command("kubectl", "label", "namespace", namespace.name, *labels)
+    try:
+        yield namespace
+    finally:
+        command("kubectl", "delete", "namespace", namespace.name, "--timeout=180s", seconds=200.0)

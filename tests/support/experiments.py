@@ -1,0 +1,89 @@
+"""Experiments on a cluster: applied, followed, and judged by their status."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.cluster import Namespace, Object, eventually, is_true
+
+SORT_DIGITS = Path(__file__).parents[2] / "examples/sort-digits.yaml"
+RUN_SECONDS = 1500.0
+
+
+def sort_digits(name: str, **changes: Any) -> Object:
+    """The example under another name; `changes` by path, as trainer__steps=60."""
+    item: Object = yaml.safe_load(SORT_DIGITS.read_text())
+    item["metadata"]["name"] = name
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = item["spec"]
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return item
+
+
+class Running:
+    """An experiment of the cluster."""
+
+    def __init__(self, namespace: Namespace, name: str) -> None:
+        self.namespace = namespace
+        self.name = name
+
+    def get(self) -> Object:
+        """As it is now."""
+        return self.namespace.get("experiment", self.name)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made, as far as the status knows."""
+        return int(self.get().get("status", {}).get("progress", {}).get("step", 0))
+
+    def pods(self, component: str = "") -> list[str]:
+        """Names of its pods that are not on their way out."""
+        chosen = f"nexrl.dev/experiment={self.name}"
+        chosen += f",app.kubernetes.io/component={component}" if component else ""
+        pods = self.namespace.pods(chosen)
+        return [pod["metadata"]["name"] for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
+
+    def until_step(self, step: int, seconds: float = 300.0) -> None:
+        """Wait until that many steps were made."""
+        self._until(lambda: self.step >= step, f"step {step}", seconds)
+
+    def until(self, condition: str, seconds: float = RUN_SECONDS) -> Object:
+        """Wait until a condition holds; gives the experiment. Raises AssertionError when it fails instead."""
+        self._until(lambda: is_true(self.get(), condition) or is_true(self.get(), "Failed"), condition, seconds)
+        found = self.get()
+        assert is_true(found, condition), self.namespace.diagnosis()
+        return found
+
+    def _until(self, fact: Any, what: str, seconds: float) -> None:
+        try:
+            eventually(fact, f"{self.name}: {what}", seconds)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.namespace.diagnosis()}") from None
+
+
+@contextmanager
+def applied(namespace: Namespace, item: Object) -> Iterator[Running]:
+    """Applied, and deleted afterwards, with all that it owns."""
+    name = item["metadata"]["name"]
+    namespace.apply(item)
+    running = Running(namespace, name)
+    try:
+        yield running
+    finally:
+        namespace.kubectl("delete", "experiment", name, "--ignore-not-found", "--timeout=120s", seconds=150.0)
+        owned = f"nexrl.dev/experiment={name}"
+        eventually(lambda: not namespace.list("pods,jobs,statefulsets,pvc", owned), f"{name} left nothing")
+
+
+def assert_balanced(experiment: Object) -> None:
+    """Every sample is accounted for, once."""
+    audit = experiment["status"]["audit"]
+    assert audit["findings"] == 0
+    assert audit["inFlight"] == 0
+    assert audit["granted"] == audit["trained"] + audit["dropped"] > 0

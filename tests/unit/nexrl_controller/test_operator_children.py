@@ -1,0 +1,136 @@
+"""The objects of an experiment: valid, restricted, owned, and the same for the same spec."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from nexrl.spec import Experiment, parse_experiment
+from nexrl_controller.operator.children import REVISION, RUN_FOLDER, Owner, Renderer
+from nexrl_controller.operator.templates import lay_over
+from tests.support.kubelet import experiment_object, operator_settings
+
+Object = dict[str, Any]
+
+
+def renderer(name: str = "x", settings: Object | None = None, **sections: Any) -> Renderer:
+    experiment: Experiment = parse_experiment(experiment_object(name, "rl", **sections), RUN_FOLDER)
+    return Renderer(Owner("rl", name, "3f0c-uid"), experiment, operator_settings(**(settings or {})))
+
+
+def objects(made: Renderer) -> list[Object]:
+    return [*made.foundation(), *made.workloads(1).values()]
+
+
+def container(workload: Object) -> Object:
+    found: Object = workload["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def variables(workload: Object) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container(workload)["env"]}
+
+
+@pytest.mark.parametrize("tls", ["off", "operator"])
+@pytest.mark.parametrize("backend", ["builtin", "vllm"])
+def test_every_object_is_one_of_kubernetes(backend: str, tls: str) -> None:
+    made = renderer(
+        "a" * 40, {"tls": tls, "redis_secret": "redis/password"}, inference={"backend": backend, "maxTokensPerRow": 32}
+    )
+    for item in objects(made):
+        kubernetes_validate.validate(item, "1.36", strict=True)
+        assert len(item["metadata"]["name"]) <= 63
+        assert item["metadata"]["ownerReferences"][0]["controller"]
+        assert item["metadata"]["labels"]["nexrl.dev/experiment"] == "a" * 40
+
+
+def test_pods_are_as_restricted_as_can_be() -> None:
+    for item in renderer().workloads(1).values():
+        pod = item["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["automountServiceAccountToken"]
+        assert container(item)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+def test_rendering_twice_gives_no_difference() -> None:
+    assert objects(renderer()) == objects(renderer())
+
+
+def test_another_version_of_the_operator_makes_no_other_revision() -> None:
+    before, after = renderer(), renderer(settings={"image_trainer": "test/trainer:2"})
+    assert container(before.workloads(1)["trainer"])["image"] != container(after.workloads(1)["trainer"])["image"]
+    assert before.revision("trainer") == after.revision("trainer")
+    assert before.configuration_revision() == after.configuration_revision()
+
+
+def test_what_may_change_while_it_runs_makes_no_other_configuration() -> None:
+    template = {"metadata": {"labels": {"a": "b"}}}
+    changed = renderer(rollout={"maxNewTokens": 8, "replicas": 5, "template": template}, ttlSecondsAfterFinished=5)
+    assert changed.configuration_revision() == renderer().configuration_revision()
+    assert changed.revision("rollout") != renderer().revision("rollout")
+    other = renderer(trainer={"steps": 5})
+    assert other.configuration_revision() != renderer().configuration_revision()
+
+
+def test_pods_read_the_experiment_and_the_modules_of_its_user() -> None:
+    data = {"type": "python", "factory": "task:tasks"}
+    made = renderer(data=data, code={"task.py": "x = 1\n"}, checkpoint={"path": "kept"})
+    files = made.config_map()["data"]
+    assert files["task.py"] == "x = 1\n"
+    assert "task.py" not in files["experiment.yaml"]
+    assert "nexrl.dev/folder: /etc/nexrl/experiment" in files["experiment.yaml"]
+    assert "nexrl.dev/ledger: rl.x.3f0c-uid"[:30] in files["experiment.yaml"]
+    assert "path: /var/lib/nexrl/run/kept" in files["experiment.yaml"]
+
+
+def test_pods_find_each_other_by_their_services() -> None:
+    made = renderer()
+    services = {item["metadata"]["name"]: item["spec"] for item in made.foundation() if item["kind"] == "Service"}
+    known = variables(made.workloads(1)["rollout"])
+    assert known["NEXRL_WEIGHT_SYNC"] == "dns:///x-weight-sync.rl.svc:50051"
+    pod = made.workloads(1)["weight-sync"]["spec"]["template"]["metadata"]["labels"]
+    assert services["x-weight-sync"]["selector"].items() <= pod.items()
+    assert known["NEXRL_INSTANCE"] == "rollout-$(NEXRL_POD_INDEX)"
+    assert known["NEXRL_ADVERTISE"] == "$(NEXRL_POD_IP)"
+
+
+def test_a_password_is_referred_to_and_never_written_down() -> None:
+    made = renderer(settings={"redis_secret": "redis/password"}).workloads(1)["controller"]
+    [password] = [each for each in container(made)["env"] if each["name"] == "NEXRL_REDIS_PASSWORD"]
+    assert password["valueFrom"] == {"secretKeyRef": {"name": "x-redis", "key": "password"}}
+
+
+def test_the_controller_runs_where_the_trainer_has_its_volume() -> None:
+    assert "affinity" in renderer().workloads(1)["controller"]["spec"]["template"]["spec"]
+    many = renderer(storage={"accessMode": "ReadWriteMany"})
+    assert "affinity" not in many.workloads(1)["controller"]["spec"]["template"]["spec"]
+
+
+def test_a_template_adds_gpus_and_keeps_what_finds_the_pods() -> None:
+    template = {
+        "metadata": {"labels": {"team": "a", "nexrl.dev/experiment": "other"}},
+        "spec": {
+            "nodeSelector": {"gpu": "h200"},
+            "containers": [{"name": "nexrl", "resources": {"limits": {"nvidia.com/gpu": 1}}}, {"name": "side"}],
+            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+        },
+    }
+    job = renderer(trainer={"steps": 4, "template": template}).workloads(1)["trainer"]
+    pod = job["spec"]["template"]
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["labels"]["nexrl.dev/experiment"] == "x"
+    assert container(job)["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert container(job)["args"] == ["trainer"]
+    assert [each["name"] for each in pod["spec"]["containers"]] == ["nexrl", "side"]
+    assert {"models", "run"} <= {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert job["metadata"]["annotations"][REVISION]
+
+
+def test_lists_without_names_are_replaced() -> None:
+    assert lay_over({"args": [1, 2], "kept": 1}, {"args": [3]}) == {"args": [3], "kept": 1}

@@ -1,0 +1,240 @@
+"""What the operator does next, and what it says: pure functions of what was seen."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nexrl.spec import parse_experiment
+from nexrl_controller.operator.children import REVISION, RUN_FOLDER, Owner, Renderer
+from nexrl_controller.operator.observed import Observed, Seen, rfc3339
+from nexrl_controller.operator.plan import Stage, make_plan
+from nexrl_controller.operator.status import Verdict, new_status
+from tests.support.kubelet import experiment_object, operator_settings
+
+Object = dict[str, Any]
+NOW = 1_800_000_000.0
+RUNNING = Seen("Running", "Training", "policy version 3 is committed", 3, 9, 3, {"reward_mean": 0.5})
+ALL = ("controller", "inference", "rollout", "trainer", "trajectory-pool", "weight-sync")
+
+
+def renderer(**sections: Any) -> Renderer:
+    experiment = parse_experiment(experiment_object("x", "rl", **sections), RUN_FOLDER)
+    return Renderer(Owner("rl", "x", "uid-1"), experiment, operator_settings())
+
+
+def observed(made: Renderer, *, running: tuple[str, ...] = ALL, seen: Seen | None = RUNNING, **status: Any) -> Observed:
+    """The experiment with all its objects, and ready pods of the components that run."""
+    metadata = {"name": "x", "namespace": "rl", "uid": "uid-1", "generation": 2}
+    resource = {"metadata": metadata, "status": {"startTime": rfc3339(NOW - 100), **status}}
+    workloads = [stored(item) for name, item in made.workloads(1).items() if name in running]
+    pods = [pod(made, name) for name in running]
+    return Observed(resource, [*made.foundation(), *workloads], pods, seen, NOW)
+
+
+def stored(item: Object) -> Object:
+    item["metadata"]["uid"] = f"uid-{item['metadata']['name']}"
+    return item
+
+
+def pod(made: Renderer, component: str, **status: Any) -> Object:
+    known = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}], **status}
+    labels = dict(made.selector(component))
+    if component == "trainer":
+        labels["batch.kubernetes.io/job-name"] = "x-trainer-1"
+    metadata = {"name": f"x-{component}-0", "uid": f"uid-{component}", "labels": labels}
+    return {"kind": "Pod", "metadata": metadata, "status": known}
+
+
+def names(items: list[Object]) -> set[str]:
+    return {f"{item['kind']} {item['metadata']['name']}" for item in items}
+
+
+def test_a_new_experiment_gets_all_its_objects() -> None:
+    made = renderer()
+    empty = Observed({"metadata": {"name": "x", "namespace": "rl", "uid": "u"}}, [], [], None, NOW)
+    plan = make_plan(empty, made)
+    assert plan.stage is Stage.RUN
+    assert {
+        "ConfigMap x-experiment",
+        "PersistentVolumeClaim x-run",
+        "Job x-trainer-1",
+        "StatefulSet x-rollout",
+    } <= names(plan.apply)
+    assert new_status(empty, made, Verdict())["phase"] == "Pending"
+
+
+def test_it_waits_until_nothing_is_left_of_a_deleted_experiment_of_its_name() -> None:
+    made = renderer()
+    resource = {"metadata": {"name": "x", "namespace": "rl", "uid": "u"}}
+    plan = make_plan(Observed(resource, [], [], None, NOW, has_predecessor=True), made)
+    assert not plan.apply
+    assert plan.again_in
+
+
+def test_nothing_is_done_where_nothing_is_missing() -> None:
+    made = renderer()
+    plan = make_plan(observed(made), made)
+    assert (plan.apply, plan.delete, plan.scale, plan.exits, plan.again_in) == ([], [], [], [], None)
+
+
+def test_what_somebody_has_deleted_comes_back() -> None:
+    made = renderer()
+    seen = observed(made)
+    seen = replace(seen, children=[child for child in seen.children if child["metadata"]["name"] != "x-weight-sync"])
+    assert names(make_plan(seen, made).apply) == {"Deployment x-weight-sync", "Service x-weight-sync"}
+
+
+def test_an_operator_that_has_not_heard_of_the_controller_makes_nothing_again() -> None:
+    made = renderer()
+    left = ("controller", "trajectory-pool")  # the others have been stopped, as the experiment ends
+    assert not make_plan(observed(made, running=left, seen=None), made).apply
+    assert make_plan(observed(made, running=("trajectory-pool",), seen=None), made).apply  # it was never all there
+
+
+def test_only_the_number_of_rollouts_is_written_when_it_changes() -> None:
+    now = observed(renderer())
+    [(item, replicas)] = make_plan(now, renderer(rollout={"maxNewTokens": 8, "replicas": 4})).scale
+    assert (item["metadata"]["name"], replicas) == ("x-rollout", 4)
+
+
+def test_a_template_of_rollouts_is_rolled_out_and_one_of_the_trainer_waits() -> None:
+    template = {"spec": {"nodeSelector": {"a": "b"}}}
+    rolling = make_plan(observed(renderer()), renderer(rollout={"maxNewTokens": 8, "template": template}))
+    assert names(rolling.apply) == {"StatefulSet x-rollout"}
+    waiting = make_plan(observed(renderer()), renderer(trainer={"steps": 4, "template": template}))
+    assert not waiting.apply
+    assert "trainer" in waiting.pending_change
+
+
+def test_a_change_that_slipped_through_waits_for_a_suspension() -> None:
+    made = renderer(trainer={"steps": 5})
+    now = observed(renderer())
+    plan = make_plan(now, made)
+    assert not plan.apply
+    status = new_status(now, made, Verdict(pending_change=plan.pending_change))
+    assert condition(status, "SpecChangePending")["status"] == "True"
+
+
+def test_components_stop_each_before_what_it_needs() -> None:
+    made = renderer(suspend=True)
+    order = [("rollout", "trainer"), ("inference", "weight-sync"), ("trajectory-pool",), ("controller",)]
+    left: tuple[str, ...] = ALL
+    for wave in order:
+        plan = make_plan(observed(made, running=left), made)
+        assert names(plan.delete) == names([made.workloads(1)[name] for name in wave])
+        left = tuple(name for name in left if name not in wave)
+    assert not make_plan(observed(made, running=()), made).delete
+
+
+def test_the_next_ones_stop_only_when_the_first_have() -> None:
+    made = renderer(suspend=True)
+    now = observed(made)
+    gone = [child for child in now.children if child["metadata"]["name"] not in ("x-rollout", "x-trainer-1")]
+    assert not make_plan(replace(now, children=gone), made).delete  # their pods still write a checkpoint
+
+
+def test_the_ledger_is_counted_before_the_pool_stops() -> None:
+    made, ending = renderer(), Seen("Stopping", "Completed", "", 9, 9, 9)
+    now = observed(made, running=("controller", "trajectory-pool"), seen=ending)
+    plan = make_plan(now, made)
+    assert (plan.stage, plan.audit, plan.delete) == (Stage.END, "final", [])
+    counted = observed(
+        made, running=("controller", "trajectory-pool"), seen=ending, audit={"request": "final", "findings": 0}
+    )
+    assert names(make_plan(counted, made).delete) == {"Deployment x-trajectory-pool"}
+
+
+def test_a_controller_that_is_lost_at_the_end_needs_no_trainer_beside_it() -> None:
+    made, ending = renderer(), Seen("Stopping", "Completed", "", 9, 9, 9)
+    now = observed(made, running=("controller",), seen=ending)
+    assert make_plan(now, made).unbound is None
+    conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": ""}]
+    stuck = replace(now, pods=[pod(made, "controller", phase="Pending", conditions=conditions)])
+    unbound = make_plan(stuck, made).unbound
+    assert unbound is not None
+    assert unbound["metadata"]["name"] == "x-controller"
+
+
+def test_the_controller_stays_until_the_status_says_how_it_ended() -> None:
+    made, ended = renderer(), Seen("Succeeded", "Completed", "all 9 steps were made", 9, 9, 9)
+    now = observed(made, running=("controller",), seen=ended)
+    assert not make_plan(now, made).delete
+    status = new_status(now, made, Verdict())
+    assert status["phase"] == "Succeeded"
+    over = replace(now, resource={**now.resource, "status": status})
+    assert names(make_plan(over, made).delete) == {"Deployment x-controller"}
+    assert condition(new_status(over, made, Verdict()), "Complete")["reason"] == "Completed"
+
+
+@pytest.mark.parametrize(
+    ("limits", "seen", "reason"),
+    [
+        ({"activeDeadlineSeconds": 100}, RUNNING, "DeadlineExceeded"),
+        ({"startupDeadlineSeconds": 100}, None, "StartupDeadlineExceeded"),
+        ({"startupDeadlineSeconds": 100}, RUNNING, None),
+        ({"activeDeadlineSeconds": 101}, RUNNING, None),
+    ],
+)
+def test_deadlines_count_from_the_start(limits: Object, seen: Seen | None, reason: str | None) -> None:
+    made = renderer(**limits)
+    plan = make_plan(observed(made, seen=seen), made)
+    assert (plan.failed[0] if plan.failed else None) == reason
+    if reason is None and "activeDeadlineSeconds" in limits:
+        assert plan.again_in == 1
+
+
+def test_a_finished_experiment_is_deleted_when_its_time_is_over() -> None:
+    made = renderer(ttlSecondsAfterFinished=60)
+    over = [{"type": "Complete", "status": "True", "reason": "Completed", "message": "", "lastTransitionTime": ""}]
+    early = observed(made, running=(), conditions=over, completionTime=rfc3339(NOW - 50))
+    assert make_plan(early, made).again_in == 10
+    late = observed(made, running=(), conditions=over, completionTime=rfc3339(NOW - 60))
+    assert make_plan(late, made).delete == [late.resource]
+
+
+def test_an_ended_container_is_reported_and_a_drained_node_is_nobodys_failure() -> None:
+    made = renderer()
+    now = observed(made)
+    ended = {"exitCode": 137, "finishedAt": "2026-11-22T00:00:00Z", "message": "last words"}
+    failed = pod(made, "weight-sync", containerStatuses=[{"name": "nexrl", "lastState": {"terminated": ended}}])
+    [report] = make_plan(replace(now, pods=[failed]), made).exits
+    assert (report.component, report.exit_code, report.log_tail) == ("x-weight-sync-0", -9, "last words")
+    [job] = now.workloads("trainer")
+    drained = pod(made, "trainer", conditions=[{"type": "DisruptionTarget", "status": "True"}])
+    assert replace(now, pods=[drained]).is_disrupted(job)
+    assert replace(now, pods=[], disrupted={"x-trainer-1"}).is_disrupted(job)
+    assert not replace(now, pods=[]).is_disrupted(job)
+    assert replace(now, pods=[]).job_exit(job).exit_code == -9
+
+
+def test_the_status_names_what_keeps_a_pod_from_running() -> None:
+    made = renderer()
+    message = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+    conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]
+    now = observed(made, running=("controller",), seen=None)
+    stuck = pod(made, "trainer", phase="Pending", conditions=conditions)
+    ready = condition(new_status(replace(now, pods=[*now.pods, stuck]), made, Verdict()), "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "Unschedulable")
+    assert "nvidia.com/gpu" in ready["message"]
+
+
+def test_progress_is_written_every_ten_seconds_and_conditions_keep_their_time() -> None:
+    made = renderer()
+    first = new_status(observed(made), made, Verdict())
+    assert first["phase"] == "Running"
+    assert first["progress"]["reward"] == "0.5"
+    later = replace(observed(made, seen=replace(RUNNING, step=4), **first), now=NOW + 9)
+    assert new_status(later, made, Verdict())["progress"]["step"] == 3
+    assert new_status(replace(later, now=NOW + 10), made, Verdict())["progress"]["step"] == 4
+    unchanged = replace(observed(made, **first), now=NOW + 60)
+    assert new_status(unchanged, made, Verdict()) == first  # nothing to write
+
+
+def condition(status: Object, kind: str) -> Object:
+    return next(each for each in status["conditions"] if each["type"] == kind)
+
+
+def test_revisions_are_on_what_is_rendered() -> None:
+    made = renderer()
+    assert made.workloads(1)["rollout"]["metadata"]["annotations"][REVISION] == made.revision("rollout")
