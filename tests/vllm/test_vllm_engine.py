@@ -109,7 +109,11 @@ async def test_a_completion_ends_at_its_limit_and_at_the_rows_end(deployed: Depl
     assert {reason for tokens, reason in ends if tokens < 3} <= {"stop"}  # it drew the model's own end
     long = tuple(random_prompt(deployed.chance, POSITIONS - 2))
     result = await deployed.generate(prompt_ids=long, max_new_tokens=50)
-    assert len(result.completions[0].token_ids) == 2
+    assert (len(result.completions[0].token_ids), result.completions[0].finish_reason) in {
+        (2, "length"),
+        (1, "stop"),
+        (2, "stop"),
+    }
     with pytest.raises(InvalidArgumentError, match="must fit"):
         await deployed.generate(prompt_ids=(*long, 5, 5))
 
@@ -129,8 +133,12 @@ async def test_requests_in_flight_meet_new_weights_as_the_experiment_says(deploy
         results = await asyncio.gather(*requests)
         for result in results:
             deployed.judge(result, 6, 7)
-        spans = [set(completion.policy_versions) for result in results for completion in result.completions]
-        assert in_flight != "wait" or {6, 7} not in spans
+        completions = [completion for result in results for completion in result.completions]
+        spans = [set(completion.policy_versions) for completion in completions]
+        spanning = [completion for completion in completions if set(completion.policy_versions) == {6, 7}]
+        # One that was cut off is continued on random numbers of its own.
+        assert all((completion.seed is None) == (in_flight == "abort") for completion in spanning)
+        assert in_flight != "wait" or not spanning
     deployed.judge(await deployed.generate(), 7)
 
 
@@ -142,15 +150,16 @@ async def test_prompts_of_more_tokens_than_a_step_takes_are_sampled_with_seeds(d
 
 
 async def test_weights_that_are_not_what_was_sent_are_never_served(deployed: Deployed) -> None:
-    await deployed.load(8)
     flipped = staged(deployed.weights(9).items(), 9)
     flipped.buffers[1][100] ^= 1
-    in_flight = asyncio.create_task(deployed.generate(max_new_tokens=240, n=16))
-    await asyncio.sleep(0.05)
-    with pytest.raises(UnavailableError, match="other bytes"):
-        await deployed.engine.load(flipped)
-    with pytest.raises(UnavailableError, match="not whole"):
-        await in_flight
+    was_cut_off = False
+    while not was_cut_off:  # whoever is done before the load has nothing to show
+        await deployed.load(8)
+        in_flight = asyncio.create_task(deployed.generate(max_new_tokens=240, n=16))
+        with pytest.raises(UnavailableError, match="other bytes"):
+            await deployed.engine.load(flipped)
+        (ended,) = await asyncio.gather(in_flight, return_exceptions=True)
+        was_cut_off = isinstance(ended, UnavailableError) and "not whole" in str(ended)
     with pytest.raises(UnavailableError, match="not whole"):
         await deployed.generate()
     await deployed.load(10)

@@ -17,7 +17,7 @@ from nexrl.weights.packing import snapshot
 from nexrl.weights.shared import LOADED, PLUGIN, SharedBuffers, manifest_to_json
 from tests.support.vllm import MAX_DIFFERENCE
 
-EXAMPLES = 12
+EXAMPLES, EXAMPLE_SECONDS = 12, 120.0
 HEAD_SIZE = 32
 POSITIONS = 64
 TOKENS = 16
@@ -66,7 +66,7 @@ def vllm() -> Iterator[ProcessPoolExecutor]:
 def test_any_model_serves_what_was_sent(
     vllm: ProcessPoolExecutor, configuration: Mapping[str, Any], bucket_bytes: int, seed: int
 ) -> None:
-    assert vllm.submit(difference, configuration, bucket_bytes, seed).result() < MAX_DIFFERENCE
+    assert vllm.submit(difference, configuration, bucket_bytes, seed).result(EXAMPLE_SECONDS) < MAX_DIFFERENCE
 
 
 def difference(configuration: Mapping[str, Any], bucket_bytes: int, seed: int) -> float:

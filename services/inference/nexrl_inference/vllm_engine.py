@@ -167,12 +167,18 @@ class VllmEngine:
             tokens,
             tuple(token["logprob"] for token in content),
             _versions(choice["weight_versions"] or [], len(tokens)),
-            FINISH_REASONS[choice["finish_reason"]],
+            _finish_reason(choice["finish_reason"]),
         )
 
     def _require_whole(self) -> None:
         if not self._is_whole:
             raise UnavailableError(NOT_WHOLE)
+
+
+def _finish_reason(told: str) -> FinishReason:
+    if told not in FINISH_REASONS:
+        raise UnavailableError(f"vLLM ended a completion with {told!r}")
+    return FINISH_REASONS[told]
 
 
 def _versions(spans: Sequence[dict[str, Any]], tokens: int) -> tuple[int, ...]:

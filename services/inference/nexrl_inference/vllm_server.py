@@ -184,7 +184,7 @@ def command(spec: ExperimentSpec, model: Path, socket: Path) -> Sequence[str]:
 
 def on_a_cpu(spec: ExperimentSpec) -> Sequence[str]:
     """What the server needs to be told where there is no GPU."""
-    step_tokens = max(STEP_TOKENS, row_tokens(spec), spec.inference.max_rows)
+    step_tokens = max(STEP_TOKENS, row_tokens(spec) + spec.inference.max_rows)
     return (
         "--enforce-eager",
         *("--kv-cache-memory-bytes", str(cpu_cache_bytes(spec))),

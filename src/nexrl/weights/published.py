@@ -58,7 +58,7 @@ class PublishedVersions:
     def write(self, weights: Snapshot) -> None:
         """Publish a version, in place of one with its number, and remove all but the KEPT_VERSIONS written last.
 
-        When this returns, the version survives a power cut. Raises UnavailableError when it cannot be written.
+        Raises UnavailableError when it cannot be written.
         """
         final = self._version(weights.manifest.policy_version)
         partial = self._temporary(final)

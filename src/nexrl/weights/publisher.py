@@ -88,7 +88,9 @@ class WeightPublisher:
         began = time.monotonic()
         async with self._one_at_a_time:
             # What is being written to the shared folder must stay; what was broadcast need not.
-            replaced, self._snapshot = self._snapshot if self._published is None else None, None
+            replaced = self._snapshot if self._published is None else None
+            if replaced is not None:
+                self._snapshot = None
             packed = await asyncio.to_thread(
                 snapshot,
                 named_tensors,

@@ -56,6 +56,18 @@ def test_a_snapshot_does_not_follow_the_weights() -> None:
     assert torch.equal(unpack(packed.manifest, packed.buffers)["w"], torch.ones(3))
 
 
+@given(named_tensors(), named_tensors(), st.integers(1, 2000))
+def test_memory_that_is_used_again_holds_what_new_memory_would(
+    before: list[tuple[str, torch.Tensor]], tensors: list[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> None:
+    replaced = snapshot(before, policy_version=0, bucket_bytes=bucket_bytes)
+    again = snapshot(before, policy_version=1, bucket_bytes=bucket_bytes, replaced=replaced)
+    assert all(one is other for one, other in zip(again.buffers, replaced.buffers, strict=True))
+    packed = snapshot(tensors, policy_version=2, bucket_bytes=bucket_bytes, replaced=replaced)  # of another model
+    assert packed.manifest.digest == snapshot(tensors, policy_version=2, bucket_bytes=bucket_bytes).manifest.digest
+    assert digest(packed.manifest, packed.buffers) == packed.manifest.digest
+
+
 def test_types_that_have_no_place_on_the_wire_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="w: data type complex64"):
         tensor_specs([("w", torch.zeros(1, dtype=torch.complex64))])
