@@ -172,7 +172,7 @@ def test_the_first_and_the_last_version_are_validated(folder: Path) -> None:
     assert [line["step"] for line in metrics_of(folder) if "val/num_samples" in line] == [0, STEPS]
 
 
-@pytest.mark.guide("L13")
+@pytest.mark.guide("L7", "L13")
 def test_in_mode_sync_every_trained_token_is_of_the_newest_version(folder: Path) -> None:
     assert {line["staleness_steps_max"] for line in metrics_of(folder) if "reward_mean" in line} == {0.0}
 
@@ -229,7 +229,7 @@ def test_a_trained_sample_is_found_in_its_batch_and_drawn_again_alike(folder: Pa
     assert "equal" in replayed.stdout
 
 
-@pytest.mark.guide("L16", "S11", "Q23")
+@pytest.mark.guide("L4", "L16", "S11", "Q23")
 def test_checkpoints_are_kept_as_the_experiment_says(folder: Path) -> None:
     checkpoints = {path.name for path in (folder / "checkpoints").iterdir()}  # and those of the last ten seconds
     assert checkpoints - {"global_step_40"} == {"global_step_80", f"global_step_{STEPS}"}
