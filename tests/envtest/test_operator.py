@@ -8,7 +8,19 @@ from uuid import uuid4
 
 import pytest
 
-from nexrl.k8s.api import CLAIM, DEPLOYMENT, EVENT, EXPERIMENT, JOB, POD, SERVICE, STATEFUL_SET, Api
+from nexrl.k8s.api import (
+    CLAIM,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EVENT,
+    EXPERIMENT,
+    JOB,
+    POD,
+    SERVICE,
+    STATEFUL_SET,
+    Api,
+    ApiError,
+)
 from nexrl.store import connect_redis, key_prefix
 from nexrl_controller.events import VersionCommitted
 from nexrl_controller.operator.server import Operator
@@ -226,6 +238,22 @@ async def test_an_experiment_whose_template_is_no_pod_says_so(api: Api, namespac
         assert "many" in accepted["message"] or "quantit" in accepted["message"]
 
 
+async def test_what_has_a_name_that_it_needs_stays_untouched(api: Api, namespace: str, kubelet: Kubelet) -> None:
+    services, document = Services(), experiment_object("taken", namespace)
+    metadata = {"name": "taken-experiment", "namespace": namespace}
+    await api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"a": "b"}})
+    async with services.serving(document), operating(api, namespace, services):
+        await api.apply(document, manager="test")
+        await until_condition(api, namespace, "taken", "Accepted", "False")
+        accepted = await condition(api, namespace, "taken", "Accepted")
+        assert accepted["reason"] == "NameTaken"
+        assert "ConfigMap taken-experiment" in accepted["message"]
+        found = await api.get(CONFIG_MAP, namespace, "taken-experiment")
+        assert found is not None
+        assert found["data"] == {"a": "b"}
+        assert not (await api.list(POD, namespace))["items"]
+
+
 async def test_a_start_that_takes_too_long_fails_and_says_what_was_missing(
     api: Api, namespace: str, kubelet: Kubelet
 ) -> None:
@@ -295,3 +323,12 @@ def _is_synced(operator: Operator) -> Any:
         return operator.is_ready()
 
     return is_synced
+
+
+async def test_what_has_been_made_again_is_not_deleted_for_what_it_was(api: Api, namespace: str) -> None:
+    metadata = {"name": "again", "namespace": namespace}
+    made = await api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+    with pytest.raises(ApiError, match="UID"):
+        await api.delete(CONFIG_MAP, namespace, "again", "another")
+    assert await api.delete(CONFIG_MAP, namespace, "again", made["metadata"]["uid"])
+    assert not await api.delete(CONFIG_MAP, namespace, "again", made["metadata"]["uid"])

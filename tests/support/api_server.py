@@ -18,9 +18,10 @@ START_SECONDS = 60.0
 
 
 def assets() -> Path | None:
-    """Where the binaries are; None when nobody says so."""
-    given = os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin")
-    return Path(given) if (Path(given) / "kube-apiserver").exists() else None
+    """Where the binaries are; None when one is missing, or openssl."""
+    given = Path(os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin"))
+    is_complete = all((given / name).exists() for name in ("kube-apiserver", "etcd"))
+    return given if is_complete and shutil.which("openssl") else None
 
 
 @contextmanager

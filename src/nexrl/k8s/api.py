@@ -120,10 +120,15 @@ class Api:
         path = kind.path(namespace, name)
         return await self.request("PATCH", path, body=patch, content_type="application/merge-patch+json")
 
-    async def delete(self, kind: Kind, namespace: str, name: str) -> bool:
-        """Delete an object and, in the background, what it owns; False when there was none."""
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str = "") -> bool:
+        """Delete an object and, in the background, what it owns; False when there was none.
+
+        `uid`: only if it is that one, not another of its name.
+        """
         try:
-            body = {"propagationPolicy": "Background"}
+            body: Object = {"propagationPolicy": "Background"}
+            if uid:
+                body["preconditions"] = {"uid": uid}
             await self.request("DELETE", kind.path(namespace, name), body=body)
         except ApiError as error:
             if error.code == 404:

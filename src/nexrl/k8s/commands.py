@@ -13,6 +13,7 @@ import aiohttp
 
 from nexrl.errors import (
     CheckFailedError,
+    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     NexrlError,
@@ -131,10 +132,14 @@ async def print_audit(target: Target) -> None:
 async def _ask_audit(api: Api, namespace: str, name: str) -> Mapping[str, Any]:
     request = uuid.uuid4().hex
     await api.merge(EXPERIMENT, namespace, name, {"metadata": {"annotations": {AUDIT_ANNOTATION: request}}})
-    async with asyncio.timeout(AUDIT_SECONDS):
-        status = await _until(
-            api, namespace, name, lambda status: status.get("audit", {}).get("request") in (request, "final")
-        )
+    try:
+        async with asyncio.timeout(AUDIT_SECONDS):
+            status = await _until(
+                api, namespace, name, lambda status: status.get("audit", {}).get("request") in (request, "final")
+            )
+    except TimeoutError:
+        why = f"no operator had the ledger counted within {AUDIT_SECONDS:g} s"
+        raise DeadlineExceededError(f"{name}: {why}") from None
     found: Mapping[str, Any] = status["audit"]
     return found
 
@@ -198,5 +203,5 @@ async def _cluster(namespace: str) -> AsyncIterator[tuple[Api, str]]:
             yield api, namespace or api.namespace
     except ApiError as error:
         raise _ERRORS.get(error.code, FailedPreconditionError)(error.message) from None
-    except aiohttp.ClientError as error:
-        raise UnavailableError(f"the cluster cannot be reached: {error}") from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise UnavailableError(f"the cluster cannot be reached: {str(error) or 'no answer in time'}") from None

@@ -64,7 +64,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     document = _read(path)
     violations = _apply(overrides, document)
     if isinstance(document.get("spec"), dict):
-        _make_absolute(document["spec"], path.resolve().parent)
+        violations += _make_absolute(document["spec"], path.resolve().parent)
     experiment, found = _parse(document)
     violations += found
     folder = _folder_of_code(document) or path.resolve().parent
@@ -90,10 +90,10 @@ def parse_experiment(document: Mapping[str, Any], folder: Path) -> Experiment:
     Whether this machine could run it is not judged. Raises SpecError.
     """
     copy = json.loads(json.dumps(document))
-    if isinstance(copy.get("spec"), dict):
-        _make_absolute(copy["spec"], folder)
-    experiment, violations = _parse(copy)
-    if experiment is None:
+    violations = _make_absolute(copy["spec"], folder) if isinstance(copy.get("spec"), dict) else []
+    experiment, found = _parse(copy)
+    violations += found
+    if experiment is None or violations:
         raise _spec_error(Path(str(copy.get("metadata", {}).get("name", "experiment"))), violations)
     return experiment
 
@@ -176,14 +176,21 @@ def _apply_one(override: str, document: dict[str, Any]) -> None:
     section[parts[-1]] = parsed
 
 
-def _make_absolute(spec: dict[str, Any], folder: Path) -> None:
+def _make_absolute(spec: dict[str, Any], folder: Path) -> list[Violation]:
+    """Paths of the spec start at `folder` from now on; those that cannot be resolved are violations."""
+    violations = []
     for *sections, key in _RELATIVE_PATHS:
         section: Any = spec
         for name in sections:
             section = section.get(name) if isinstance(section, dict) else None
         value = section.get(key) if isinstance(section, dict) else None
         if isinstance(value, str) and value and not value.startswith("package:"):
-            section[key] = os.path.normpath(folder / Path(value).expanduser())
+            try:
+                section[key] = os.path.normpath(folder / Path(value).expanduser())
+            except RuntimeError:  # "~bob", whom this machine does not know
+                field = ".".join(("spec", *sections, key))
+                violations.append(Violation(field, f"{value}: this machine knows no such home folder"))
+    return violations
 
 
 def write_code(experiment: Experiment, folder: Path) -> Experiment:

@@ -134,3 +134,27 @@ def test_a_template_adds_gpus_and_keeps_what_finds_the_pods() -> None:
 
 def test_lists_without_names_are_replaced() -> None:
     assert lay_over({"args": [1, 2], "kept": 1}, {"args": [3]}) == {"args": [3], "kept": 1}
+
+
+def test_lists_whose_names_are_none_are_replaced() -> None:
+    named, nonsense = [{"name": "nexrl"}], [{"name": ["a"]}]
+    assert lay_over({"containers": named}, {"containers": nonsense}) == {"containers": nonsense}
+
+
+@pytest.mark.parametrize("own", ["", "pods"])
+def test_a_template_takes_no_account(own: str) -> None:
+    stolen = {"serviceAccountName": "operator", "serviceAccount": "operator", "automountServiceAccountToken": True}
+    trainer = {"steps": 4, "template": {"spec": stolen}}
+    made = renderer(settings={"service_account": own}, trainer=trainer)
+    pod = made.workloads(1)["trainer"]["spec"]["template"]["spec"]
+    assert pod.get("serviceAccountName", "") == own
+    assert "serviceAccount" not in pod
+    assert pod["automountServiceAccountToken"] is False
+
+
+def test_a_default_that_is_written_out_makes_no_other_configuration() -> None:
+    spec = renderer().experiment.spec.model_dump(mode="json", by_alias=True)
+    written = renderer(rollout=spec["rollout"], algorithm=spec["algorithm"], failurePolicy=spec["failurePolicy"])
+    assert written.configuration_revision() == renderer().configuration_revision()
+    more = renderer(trajectoryPool={"template": {"spec": {}}})
+    assert more.configuration_revision() == renderer().configuration_revision()

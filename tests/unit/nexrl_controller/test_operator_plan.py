@@ -7,9 +7,9 @@ import pytest
 
 from nexrl.spec import parse_experiment
 from nexrl_controller.operator.children import REVISION, RUN_FOLDER, Owner, Renderer
-from nexrl_controller.operator.observed import Observed, Seen, rfc3339
+from nexrl_controller.operator.observed import Observed, Seen, attempt_of, rfc3339
 from nexrl_controller.operator.plan import Stage, make_plan
-from nexrl_controller.operator.status import Verdict, new_status
+from nexrl_controller.operator.status import Verdict, new_status, rejected
 from tests.support.kubelet import experiment_object, operator_settings
 
 Object = dict[str, Any]
@@ -229,6 +229,25 @@ def test_progress_is_written_every_ten_seconds_and_conditions_keep_their_time() 
     assert new_status(replace(later, now=NOW + 10), made, Verdict())["progress"]["step"] == 4
     unchanged = replace(observed(made, **first), now=NOW + 60)
     assert new_status(unchanged, made, Verdict()) == first  # nothing to write
+
+
+def test_a_spec_that_is_invalid_loses_nothing_of_the_status() -> None:
+    made = renderer()
+    running = new_status(observed(made), made, Verdict())
+    status = rejected(observed(made, **running), "InvalidSpec", "no")
+    assert condition(status, "Accepted")["reason"] == "InvalidSpec"
+    kept = ("phase", "restarts", "trainerAttempt", "progress", "startTime", "rollout")
+    assert {key: status[key] for key in kept} == {key: running[key] for key in kept}
+    assert {each["type"] for each in status["conditions"]} >= {each["type"] for each in running["conditions"]}
+    ended = Seen("Succeeded", "Completed", "all 9 steps were made", 9, 9, 9)
+    over = new_status(observed(made, running=("controller",), seen=ended), made, Verdict())
+    finished = observed(made, running=(), **over)
+    assert rejected(finished, "InvalidSpec", "no") == finished.status
+    assert rejected(Observed({"metadata": {}}, [], [], None, NOW), "a", "b")["phase"] == "Pending"
+
+
+def test_a_label_of_somebody_else_is_no_attempt() -> None:
+    assert attempt_of({"metadata": {"labels": {"nexrl.dev/attempt": "first"}}}) == 0
 
 
 def condition(status: Object, kind: str) -> Object:

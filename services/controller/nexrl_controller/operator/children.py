@@ -26,6 +26,7 @@ EXPERIMENT_FOLDER = Path("/etc/nexrl/experiment")
 TLS_FOLDER = Path("/etc/nexrl/tls")
 GRPC_PORT, TOKEN_PORT, HEALTH_PORT, HTTP_PORT, METRICS_PORT = 50051, 50052, 50053, 8000, 9090
 USER = 10001
+_ACCOUNT = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken")
 STARTUP_SECONDS = 2700
 """Longest time for a container to come up: vLLM may have to load and compile a large model."""
 
@@ -218,18 +219,19 @@ class Renderer:
 
     def configuration_revision(self) -> str:
         """Digest of what all pods read."""
-        spec = self.experiment.spec.model_dump(mode="json")
+        # Without defaults: one that another version adds, or has otherwise, changes no experiment that runs.
+        spec = self.experiment.spec.model_dump(mode="json", exclude_defaults=True)
         for section in {component.section for component in COMPONENTS}:
-            spec[section].pop("template", None)
-        spec["rollout"].pop("replicas")
+            spec.get(section, {}).pop("template", None)
+        spec.get("rollout", {}).pop("replicas", None)
         for live in ("suspend", "active_deadline_seconds", "startup_deadline_seconds", "ttl_seconds_after_finished"):
-            spec.pop(live)
-        return _digest(spec)
+            spec.pop(live, None)
+        return _digest({section: value for section, value in spec.items() if value != {}})
 
     def revision(self, component: str) -> str:
         """Digest of what the pods of a component are made from, besides what all read."""
         section = getattr(self.experiment.spec, BY_NAME[component].section)
-        template = section.template.model_dump(mode="json") if section.template else None
+        template = section.template.model_dump(mode="json", exclude_defaults=True) if section.template else None
         return _digest(template)
 
     # kinds of workloads ----------------------------------------------------------------------------------------------
@@ -335,7 +337,10 @@ class Renderer:
             rendered["spec"]["affinity"] = self._beside_trainer()
         template = section.template.model_dump(mode="json") if section.template else {}
         pod: Object = lay_over(rendered, template)
-        pod["metadata"]["labels"] |= self.selector(component.name)  # what finds the pods is not the template's
+        # What finds the pods is not the template's, nor is whose rights they have.
+        pod["metadata"]["labels"] |= self.selector(component.name)
+        account = {key: rendered["spec"][key] for key in _ACCOUNT if key in rendered["spec"]}
+        pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in _ACCOUNT} | account
         return pod
 
     def _container(

@@ -49,8 +49,9 @@ class Election:
         renewed = time.monotonic()
         while True:
             await asyncio.sleep(RETRY_SECONDS)
+            asked = time.monotonic()
             if await self._try():
-                renewed = time.monotonic()
+                renewed = asked  # to others, the Lease is as old as the request, not as its answer
             elif time.monotonic() - renewed > RENEW_SECONDS:
                 self.is_leader = False
                 raise LeadershipLostError(f"the Lease {self._name} could not be renewed for {RENEW_SECONDS:g} s")

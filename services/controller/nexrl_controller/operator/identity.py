@@ -12,6 +12,7 @@ from nexrl.errors import FailedPreconditionError
 from nexrl.k8s.api import SECRET, Api
 from nexrl.tls import OPERATOR, Tls, experiment_name
 from nexrl_controller.operator.children import Owner, Renderer
+from nexrl_controller.operator.observed import owner_uid
 from nexrl_controller.operator.settings import OperatorSettings
 
 Object = dict[str, Any]
@@ -82,7 +83,7 @@ class Identity:
         owner = renderer.owner
         known = await self._api.get(SECRET, owner.namespace, f"{owner.name}-tls")
         name = experiment_name(owner.namespace, owner.name)
-        if known is not None:
+        if known is not None and owner_uid(known) == owner.uid:
             held = {key: base64.b64decode(value) for key, value in known.get("data", {}).items()}
             issued = Issued(held.get("tls.crt", b""), held.get("tls.key", b""))
             if is_good(self._ca, issued, [name, *_names(owner)], datetime.now(UTC)):

@@ -189,7 +189,14 @@ def is_disrupted(pod: Object) -> bool:
 
 def attempt_of(item: Object) -> int:
     """The number of a trainer's Job; 0 for other objects."""
-    return int(item["metadata"].get("labels", {}).get(ATTEMPT_LABEL, 0))
+    label = str(item["metadata"].get("labels", {}).get(ATTEMPT_LABEL, ""))
+    return int(label) if label.isdecimal() else 0
+
+
+def owner_uid(item: Object) -> str:
+    """The UID of the object that controls this one; "" for none."""
+    owners = item["metadata"].get("ownerReferences", [])
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 def is_deleted(item: Object) -> bool:

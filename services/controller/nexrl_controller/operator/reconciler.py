@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 from prometheus_client import Counter, Gauge, Histogram
 
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.k8s.api import (
     CLAIM,
     CONFIG_MAP,
@@ -43,6 +43,7 @@ from nexrl_controller.operator.observed import (
     is_deleted,
     is_disrupted,
     job_of,
+    owner_uid,
 )
 from nexrl_controller.operator.plan import Plan, Stage, make_plan
 from nexrl_controller.operator.queueing import QUEUE_LABEL, admitted_counts, flavors_of, placed, queue_of
@@ -66,6 +67,10 @@ SECONDS = Histogram("nexrl_operator_reconcile_duration_seconds", "Time of one re
 PHASES = Gauge(
     "nexrl_experiment_phase", "1 for the phase that an experiment is in.", ["namespace", "experiment", "phase"]
 )
+
+
+class NameTakenError(FailedPreconditionError):
+    """An object that the experiment needs is there, and not its own."""
 
 
 class Reconciler:
@@ -110,6 +115,10 @@ class Reconciler:
             log.log(logging.INFO if is_conflict else logging.WARNING, "%s/%s: %s", *key, str(error) or repr(error))
             RECONCILED.labels("error").inc()
             return False
+        except Exception:  # what one experiment brings up must not keep the operator from the others
+            log.exception("%s/%s", *key)
+            RECONCILED.labels("error").inc()
+            return False
         finally:
             SECONDS.observe(time.monotonic() - began)
         RECONCILED.labels("success").inc()
@@ -144,19 +153,20 @@ class Reconciler:
         uid = resource["metadata"]["uid"]
         # Those of an experiment of this name that was deleted are the garbage collector's.
         objects = [item for item in items if item["kind"] != POD.kind]
-        children = [item for item in objects if _owner_uid(item) in ("", uid)]
+        children = [item for item in objects if owner_uid(item) == uid]
         pods = [item for item in items if item["kind"] == POD.kind]
         # A Job has ended when its pod is gone: why that one had to leave must be known by then.
         disrupted = self._disrupted.setdefault(key, set())
         disrupted.update(job_of(pod) for pod in pods if is_disrupted(pod))
-        has_predecessor = len(children) < len(objects)
+        has_predecessor = any(owner_uid(item) not in ("", uid) for item in objects)
         return Observed(
             resource, children, pods, self._followers.seen(key), time.time(), disrupted, has_predecessor=has_predecessor
         )
 
     def _renderer(self, observed: Observed) -> Renderer:
         resource, metadata = observed.resource, observed.resource["metadata"]
-        known = {name: metadata[name] for name in ("name", "namespace", "labels", "annotations") if name in metadata}
+        # No annotations: that of kubectl apply is as long as the object.
+        known = {name: metadata[name] for name in ("name", "namespace")}
         document = {"apiVersion": EXPERIMENT.api_version, "kind": EXPERIMENT.kind, "metadata": known}
         experiment = parse_experiment(document | {"spec": resource["spec"]}, RUN_FOLDER)
         owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
@@ -179,6 +189,7 @@ class Reconciler:
                 await self._start(observed, renderer, plan)
             elif plan.stage is Stage.QUEUE:
                 self._require_kueue()
+                await self._require_free(observed, plan.apply)
                 for item in plan.apply:
                     self._note(await self._api.apply(item))
             if plan.unbound is not None:
@@ -186,15 +197,13 @@ class Reconciler:
             for item in plan.delete:
                 await self._delete(item)
         except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
-            reason = _refusal(error)
-            if reason is None:
-                raise
-            plan.again_in = REFUSED_SECONDS  # a quota may be wider by then, a Secret there
-            return Verdict(accepted=reason, accepted_message=error.message)
+            return _refused(plan, error)
         audit = None
         if self._followers.is_following(key) and observed.ready("controller"):
             try:
                 audit = await self._converse(key, observed, renderer, plan)
+            except NameTakenError as error:
+                return _refused(plan, error)
             except NexrlError as error:  # one that is away for a moment; the status tells of all else meanwhile
                 log.info("%s/%s: its controller: %s", *key, error)
                 plan.again_in = RETRY_SECONDS
@@ -212,6 +221,20 @@ class Reconciler:
                 f"the label {QUEUE_LABEL} asks for Kueue, which the chart's kueue.enabled is for"
             )
 
+    async def _require_free(self, observed: Observed, items: Sequence[Object]) -> None:
+        """Raises NameTakenError when one of the objects to be made is there and somebody else's."""
+        metadata = observed.resource["metadata"]
+        for item in items:
+            if observed.has(item):
+                continue  # and its own: `_observe` has seen to that
+            kind, name = KINDS[item["kind"]], item["metadata"]["name"]
+            found = await self._api.get(kind, metadata["namespace"], name)
+            if found is None or owner_uid(found) == metadata["uid"]:
+                continue
+            if is_deleted(found) or _is_of_predecessor(found, metadata["name"]):
+                raise UnavailableError(f"{kind.kind} {name}: of a deleted experiment of this name, and not gone yet")
+            raise NameTakenError(f"{kind.kind} {name} is there, and not of this experiment: delete or rename one")
+
     async def _place(self, observed: Observed, items: Sequence[Object]) -> None:
         """Have the pods of what is to be applied run on the nodes that the queue has assigned."""
         if observed.admission is None or not items:
@@ -227,7 +250,9 @@ class Reconciler:
     async def _start(self, observed: Observed, renderer: Renderer, plan: Plan) -> None:
         key = renderer.owner.namespace, renderer.owner.name
         if plan.apply or observed.now - self._identified.get(key, 0.0) >= RENEW_SECONDS:
-            for item in await self._identity.objects(renderer):
+            secrets = await self._identity.objects(renderer)
+            await self._require_free(observed, [*secrets, *plan.apply])
+            for item in secrets:
                 await self._api.apply(item)
             self._identified[key] = observed.now
         for (
@@ -276,6 +301,7 @@ class Reconciler:
             return
         item = renderer.workloads(attempt_of(job) + 1)["trainer"]
         await self._place(observed, [item])
+        await self._require_free(observed, [item])
         self._note(await self._api.apply(item))
         await self._event(
             observed, "Warning", "GangRestarted", f"{job['metadata']['name']} ended; {item['metadata']['name']} goes on"
@@ -296,7 +322,7 @@ class Reconciler:
     async def _delete(self, item: Object) -> None:
         metadata = item["metadata"]
         kind = KINDS[item.get("kind", EXPERIMENT.kind)]
-        if await self._api.delete(kind, metadata["namespace"], metadata["name"]):
+        if await self._api.delete(kind, metadata["namespace"], metadata["name"], metadata["uid"]):
             log.info("%s/%s: deleted", metadata["namespace"], metadata["name"])
 
     # telling ---------------------------------------------------------------------------------------------------------
@@ -378,8 +404,19 @@ class Reconciler:
 _ALL = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool", "controller")
 
 
+def _refused(plan: Plan, error: NexrlError) -> Verdict:
+    """The verdict on what the API server, or we, refuse; raises the error again when it may pass."""
+    reason = _refusal(error)
+    if reason is None:
+        raise error
+    plan.again_in = REFUSED_SECONDS  # a quota may be wider by then, a Secret there
+    return Verdict(accepted=reason, accepted_message=error.message)
+
+
 def _refusal(error: NexrlError) -> str | None:
     """The reason for which an experiment is not accepted; None for an error that may pass."""
+    if isinstance(error, NameTakenError):
+        return "NameTaken"
     if isinstance(error, InvalidArgumentError):
         return "ConflictingPlacement"
     if not isinstance(error, ApiError):
@@ -391,6 +428,7 @@ def _refusal(error: NexrlError) -> str | None:
     return "InvalidTemplate" if is_invalid else None
 
 
-def _owner_uid(item: Object) -> str:
+def _is_of_predecessor(item: Object, name: str) -> bool:
+    """Whether its owner is an experiment of that name."""
     owners = item["metadata"].get("ownerReferences", [])
-    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+    return any((owner["kind"], owner["name"]) == (EXPERIMENT.kind, name) for owner in owners if owner.get("controller"))

@@ -47,15 +47,23 @@ def is_finished(status: Mapping[str, Any]) -> bool:
 
 
 def rejected(observed: Observed, reason: str, message: str) -> dict[str, Any]:
-    """The status of an experiment that cannot be rendered at all."""
+    """The status of an experiment that cannot be rendered at all: what it was, with the reason."""
+    if is_finished(observed.status):
+        return dict(observed.status)
     generation = observed.resource["metadata"].get("generation", 0)
     found = [
         ("Accepted", "False", reason, message),
         ("Ready", "False", reason, message),
         ("Stalled", "True", reason, message),
     ]
-    kept = {key: observed.status[key] for key in ("startTime", "progress") if key in observed.status}
-    return {**kept, "observedGeneration": generation, "phase": "Pending", "conditions": _stamped(found, observed)}
+    new = {kind for kind, *_ in found}
+    kept = [each for each in observed.status.get("conditions", []) if each["type"] not in new]
+    return {
+        "phase": "Pending",
+        **observed.status,
+        "observedGeneration": generation,
+        "conditions": [*_stamped(found, observed), *kept],
+    }
 
 
 def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def lay_over(rendered: Any, template: Any) -> Any:
 
 
 def _is_keyed(items: Sequence[Any], key: str) -> bool:
-    return all(isinstance(item, Mapping) and key in item for item in items)
+    return all(isinstance(item, Mapping) and isinstance(item.get(key), str) for item in items)
 
 
 def _lay_over_items(rendered: Sequence[Any], template: Sequence[Any], key: str) -> list[Any]:
