@@ -29,6 +29,7 @@ EVERYTHING: tuple[str, ...] = (
     "tls.certManager.issuerRef.name=ours",
     "imagePullSecrets[0].name=registry",
     "commonLabels.team=rl",
+    "kueue.enabled=true",
 )
 NOTHING: tuple[str, ...] = (
     "crds.enabled=false",
