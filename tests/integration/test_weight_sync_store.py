@@ -16,21 +16,27 @@ async def test_a_state_is_read_as_it_was_saved(redis: Redis, experiment_name: st
     assert await store.load() == state
 
 
-@pytest.mark.parametrize("older", [State(Weights(6, "d"), 9), State(Weights(7, "d"), 2)])
-async def test_an_older_state_cannot_be_saved(redis: Redis, experiment_name: str, older: State) -> None:
-    store = WeightSyncStore(redis, key_prefix(experiment_name, "default"))
-    await store.save(State(Weights(7, "d"), 3))
+async def test_a_process_that_was_replaced_saves_nothing(redis: Redis, experiment_name: str) -> None:
+    replaced, owner = (WeightSyncStore(redis, key_prefix(experiment_name, "default")) for _ in range(2))
+    await replaced.load()
+    await replaced.save(State(Weights(7, "d"), 3))
+    assert (await owner.load()).committed == Weights(7, "d")
     with pytest.raises(FailedPreconditionError, match="another weight-sync process"):
-        await store.save(older)
-    assert (await store.load()).committed == Weights(7, "d")
+        await replaced.save(State(Weights(8, "e"), 4))
+    await owner.save(State(Weights(9, "f"), 5))
+    assert (await owner.load()).committed == Weights(9, "f")
 
 
-async def test_a_version_can_be_forgotten_but_not_by_a_process_that_was_replaced(
+async def test_its_owner_forgets_a_version_also_when_redis_has_forgotten_that_it_did(
     redis: Redis, experiment_name: str
 ) -> None:
-    store = WeightSyncStore(redis, key_prefix(experiment_name, "default"))
-    await store.save(State(Weights(7, "d"), 3))
-    with pytest.raises(FailedPreconditionError, match="another weight-sync process"):
-        await store.save(State(Weights(), 2), forgets=True)
-    await store.save(State(Weights(), 3), forgets=True)
-    assert (await store.load()).committed == Weights()
+    prefix = key_prefix(experiment_name, "default")
+    owner = WeightSyncStore(redis, prefix)
+    await owner.load()
+    await owner.save(State(Weights(52, "d"), 3))
+    past = await redis.dump(prefix + "weight_sync") or b""
+    await owner.save(State(Weights(), 3))
+    await owner.save(State(Weights(49, "e"), 4))
+    await redis.restore(prefix + "weight_sync", 0, past, replace=True)
+    await owner.save(State(Weights(50, "f"), 5))
+    assert (await owner.load()).committed == Weights(50, "f")

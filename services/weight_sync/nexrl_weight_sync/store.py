@@ -1,21 +1,26 @@
 """Weight sync's state in Redis: one hash in the slot of the experiment's model tag."""
 
 import json
-from typing import Any
+import time
 
 from redis.exceptions import RedisError
 
 from nexrl.errors import FailedPreconditionError, UnavailableError
 from nexrl.store import Redis
-from nexrl_weight_sync.coordinator import NO_VERSION, Replica, State, Weights
+from nexrl_weight_sync.coordinator import Replica, State, Weights
 
-# Fences off a process that has been replaced but does not know it yet.
+# Who loads the state owns it: a process that has been replaced but does not know it yet is fenced off. Not by what is
+# stored: a Redis that lost its last writes may hold a later version than its owner, which was told to forget it.
+_LOAD = """
+local stored = tonumber(redis.call('HGET', KEYS[1], 'incarnation') or '0')
+local incarnation = string.format('%.0f', math.max(stored + 1, tonumber(ARGV[1])))
+redis.call('HSET', KEYS[1], 'incarnation', incarnation)
+return {incarnation, redis.call('HMGET', KEYS[1], 'committed_version', 'digest', 'epoch', 'held_version', 'replicas')}
+"""
 _SAVE = """
-local version = tonumber(redis.call('HGET', KEYS[1], 'committed_version') or '-1')
-local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0')
-if (version > tonumber(ARGV[1]) and ARGV[6] == '0') or epoch > tonumber(ARGV[3]) then return 0 end
-redis.call('HSET', KEYS[1], 'committed_version', ARGV[1], 'digest', ARGV[2], 'epoch', ARGV[3], 'held_version', ARGV[4],
-  'replicas', ARGV[5])
+if tonumber(redis.call('HGET', KEYS[1], 'incarnation') or '0') > tonumber(ARGV[1]) then return 0 end
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'committed_version', ARGV[2], 'digest', ARGV[3], 'epoch', ARGV[4],
+  'held_version', ARGV[5], 'replicas', ARGV[6])
 return 1
 """
 
@@ -25,39 +30,46 @@ class WeightSyncStore:
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         """`prefix`: `nexrl.store.key_prefix` of the experiment and model tag."""
-        self._redis = redis
         self._key = f"{prefix}weight_sync"
+        self._load = redis.register_script(_LOAD)
         self._save = redis.register_script(_SAVE)
+        self._incarnation = 0
 
     async def load(self) -> State:
-        """The state that was saved last; that of an experiment which has not begun when there is none."""
-        fields: dict[Any, Any] = await self._redis.hgetall(self._key)
-        if not fields:
+        """Own the state from now on, and give what was saved last; that of an experiment which has not begun if none.
+
+        By the clock, so that a Redis that forgets gives no number twice.
+        """
+        now = int(time.time() * 1000)
+        incarnation, fields = await self._load(keys=[self._key], args=[now])
+        self._incarnation = int(incarnation)
+        committed_version, digest, epoch, held_version, replicas = fields
+        if committed_version is None:
             return State()
         return State(
-            committed=Weights(int(fields[b"committed_version"]), fields[b"digest"].decode()),
-            epoch=int(fields[b"epoch"]),
-            held_version=int(fields.get(b"held_version", NO_VERSION)),
+            committed=Weights(int(committed_version), digest.decode()),
+            epoch=int(epoch),
+            held_version=int(held_version),
             replicas=tuple(
                 Replica(replica_id, address, http_url, Weights(), token_address)
-                for replica_id, address, http_url, token_address in json.loads(fields[b"replicas"])
+                for replica_id, address, http_url, token_address in json.loads(replicas)
             ),
         )
 
-    async def save(self, state: State, *, forgets: bool = False) -> None:
-        """Store `state`, with a lower version than the stored one only if it `forgets`.
+    async def save(self, state: State) -> None:
+        """Store `state`.
 
-        Raises FailedPreconditionError when a newer one is stored, UnavailableError without Redis.
+        Raises FailedPreconditionError when another process has loaded it since, UnavailableError without Redis.
         """
         replicas = json.dumps([[r.replica_id, r.address, r.http_url, r.token_address] for r in state.replicas])
         committed = state.committed
         arguments: list[str | int] = [
+            self._incarnation,
             committed.policy_version,
             committed.digest,
             state.epoch,
             state.held_version,
             replicas,
-            int(forgets),
         ]
         try:
             is_saved = await self._save(keys=[self._key], args=arguments)

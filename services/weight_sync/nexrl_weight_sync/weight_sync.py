@@ -284,8 +284,7 @@ class WeightSync:
             if committed is not None:
                 state = replace(state, committed=committed)
             if state != self._saved:
-                forgets = state.committed.policy_version < self._saved.committed.policy_version
-                await self._store.save(state, forgets=forgets)
+                await self._store.save(state)
                 self._saved = state
 
     def _drop_transfer(self) -> None:
