@@ -157,14 +157,14 @@ quickstart: $(INSTALLED) ## Train the "sort digits" example; SEED=1 for another 
 	  $(if $(SEED),model.seed=$(SEED) data.seed=$(SEED) inference.seed=$(SEED))
 
 .PHONY: bench
-bench: bench-engine bench-weights bench-vllm bench-loop bench-async bench-ledger ## All benchmarks
+bench: bench-engine bench-weights bench-loop bench-async bench-ledger ## All benchmarks
 
 .PHONY: bench-engine
 bench-engine: $(INSTALLED) ## Samples per CPU second of the built-in engine against Hugging Face's generate
 	$(BIN)/python benchmarks/engine_vs_hf.py
 
 .PHONY: bench-weights
-bench-weights: $(INSTALLED) ## Seconds of a weight sync against one raw broadcast of the same bytes
+bench-weights: $(INSTALLED) bench-vllm ## Seconds of a weight sync, to vLLM and to the built-in engine, against one raw broadcast
 	PYTHONPATH=. $(BIN)/python benchmarks/weight_sync_latency.py
 
 .PHONY: bench-loop
