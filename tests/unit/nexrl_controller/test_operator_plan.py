@@ -78,11 +78,15 @@ def test_nothing_is_done_where_nothing_is_missing() -> None:
     assert (plan.apply, plan.delete, plan.scale, plan.exits, plan.again_in) == ([], [], [], [], None)
 
 
-def test_what_somebody_has_deleted_comes_back() -> None:
+def test_what_somebody_has_deleted_comes_back_when_its_pods_have_ended() -> None:
     made = renderer()
     seen = observed(made)
-    seen = replace(seen, children=[child for child in seen.children if child["metadata"]["name"] != "x-weight-sync"])
-    assert names(make_plan(seen, made).apply) == {"Deployment x-weight-sync", "Service x-weight-sync"}
+    seen = replace(seen, children=[child for child in seen.children if child["metadata"]["name"] != "x-trainer-1"])
+    plan = make_plan(seen, made)
+    assert not [item for item in plan.apply if item["kind"] == "Job"]  # two trainers would write to one volume
+    assert plan.again_in
+    others = [pod for pod in seen.pods if pod["metadata"]["name"] != "x-trainer-0"]
+    assert "Job x-trainer-1" in names(make_plan(replace(seen, pods=others), made).apply)
 
 
 def test_an_operator_that_has_not_heard_of_the_controller_makes_nothing_again() -> None:

@@ -132,6 +132,9 @@ def _run(plan: Plan, observed: Observed, renderer: Renderer) -> None:
 
 def _run_component(plan: Plan, observed: Observed, component: str, item: Object) -> None:
     found = observed.workloads(component)
+    if not found and observed.living(component):
+        plan.again_in = PREDECESSOR_SECONDS  # two trainers would write to one volume: what is stopping stops first
+        return
     if not found:
         plan.apply.append(item)
         return

@@ -27,7 +27,7 @@ from nexrl.k8s.api import (
 )
 from nexrl.spec import SpecError, parse_experiment
 from nexrl_controller.operator.cache import Cache
-from nexrl_controller.operator.children import EXPERIMENT_LABEL, RUN_FOLDER, Owner, Renderer
+from nexrl_controller.operator.children import BY_NAME, EXPERIMENT_LABEL, RUN_FOLDER, Owner, Renderer
 from nexrl_controller.operator.events import event_of_change, new_event
 from nexrl_controller.operator.followers import Followers
 from nexrl_controller.operator.identity import RENEW_SECONDS, Identity
@@ -255,9 +255,8 @@ class Reconciler:
             for item in secrets:
                 await self._api.apply(item)
             self._identified[key] = observed.now
-        for (
-            item
-        ) in plan.apply:  # all or nothing: what one template has wrong is not to be found with the others running
+        # All or nothing: what one template has wrong is not to be found with the others running.
+        for item in plan.apply:
             await self._api.apply(item, dry_run=True)
         for item in plan.apply:
             self._note(await self._api.apply(item))
@@ -283,7 +282,7 @@ class Reconciler:
             await self._followers.stop(key, f"{plan.failed[0]}: {plan.failed[1]}")
         audit = await self._audit(key, plan.audit) if plan.audit else None
         if plan.stage in (Stage.END, Stage.CLEAR):
-            await self._followers.tell_stopped(key, [instance_of(pod) for pod in observed.living(*_ALL)])
+            await self._followers.tell_stopped(key, [instance_of(pod) for pod in observed.living(*BY_NAME)])
         return audit
 
     async def _start_gang_again(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> None:
@@ -399,9 +398,6 @@ class Reconciler:
         children.pop(child, None)
         if not children:
             self._children.pop(key, None)
-
-
-_ALL = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool", "controller")
 
 
 def _refused(plan: Plan, error: NexrlError) -> Verdict:
