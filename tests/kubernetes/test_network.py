@@ -1,13 +1,12 @@
 """The network matrix of docs/how-to/kubernetes.md, tried pod by pod."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 from tests.kubernetes.conftest import RELEASE
-from tests.support.cluster import Namespace, eventually
-from tests.support.experiments import Running, applied, sort_digits
+from tests.support.cluster import Namespace, Object, eventually
+from tests.support.experiments import Running
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,14 +24,6 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(scope="module")
-def running(namespace: Namespace) -> Iterator[Running]:
-    """An experiment that goes on for as long as these tests need."""
-    with applied(namespace, sort_digits("guarded", trainer__steps=100_000)) as found:
-        found.until_step(1)
-        yield found
-
-
 def test_stranger_reaches_no_port_of_an_experiment_and_no_redis(namespace: Namespace, running: Running) -> None:
     targets = [
         f"{RELEASE}-redis:6379",
@@ -46,10 +37,22 @@ def test_stranger_reaches_no_port_of_an_experiment_and_no_redis(namespace: Names
     assert reached == dict.fromkeys(targets, False)
 
 
-def test_pods_reach_what_the_matrix_says(namespace: Namespace, running: Running) -> None:
-    own = {"nexrl.dev/experiment": running.name, "app.kubernetes.io/component": "rollout"}
-    reached = _reached(namespace, "friend", own, [f"{running.name}-trajectory-pool:50051", f"{RELEASE}-redis:6379"])
-    assert reached == {f"{running.name}-trajectory-pool:50051": True, f"{RELEASE}-redis:6379": False}
+def test_pods_reach_what_the_matrix_says_and_no_more(namespace: Namespace, running: Running) -> None:
+    """The pod elsewhere listens to anybody: it is the caller's own policy that keeps it from calling."""
+    pool, redis = f"{running.name}-trajectory-pool:50051", f"{RELEASE}-redis:6379"
+    namespace.apply(_pod(namespace, "elsewhere", {}, "-m", "http.server", "8080"))
+    try:
+        eventually(lambda: "podIP" in namespace.get("pod", "elsewhere")["status"], "pod elsewhere is there")
+        elsewhere = f"{namespace.get('pod', 'elsewhere')['status']['podIP']}:8080"
+        assert _reached(namespace, "stranger", {}, [elsewhere]) == {elsewhere: True}
+        rollout = {"nexrl.dev/experiment": running.name, "app.kubernetes.io/component": "rollout"}
+        reached = _reached(namespace, "rollout", rollout, [pool, redis, elsewhere])
+        assert reached == {pool: True, redis: False, elsewhere: False}
+        keeper = {"nexrl.dev/experiment": running.name, "app.kubernetes.io/component": "weight-sync"}
+        reached = _reached(namespace, "weight-sync", keeper, [redis, elsewhere])
+        assert reached == {redis: True, elsewhere: False}
+    finally:
+        _delete(namespace, "elsewhere")
 
 
 def test_pod_of_another_experiment_is_a_stranger(namespace: Namespace, running: Running) -> None:
@@ -59,9 +62,21 @@ def test_pod_of_another_experiment_is_a_stranger(namespace: Namespace, running: 
 
 def _reached(namespace: Namespace, name: str, labels: dict[str, str], targets: list[str]) -> dict[str, bool]:
     """Which addresses a pod with these labels can connect to."""
+    # A policy may take a moment to be enforced for a new pod.
+    namespace.apply(_pod(namespace, name, labels, "-c", f"import time; time.sleep(5)\n{CONNECT}", *targets))
+    try:
+        eventually(lambda: namespace.get("pod", name)["status"]["phase"] == "Succeeded", f"pod {name} ended")
+        answers: dict[str, bool] = json.loads(namespace.kubectl("logs", name))
+        return answers
+    finally:
+        _delete(namespace, name)
+
+
+def _pod(namespace: Namespace, name: str, labels: dict[str, str], *arguments: str) -> Object:
+    """One that runs Python."""
     operator = namespace.get("deployment", f"{RELEASE}-operator")["spec"]["template"]["spec"]
     container = operator["containers"][0]
-    pod = {
+    return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "labels": labels},
@@ -71,20 +86,16 @@ def _reached(namespace: Namespace, name: str, labels: dict[str, str], targets: l
             "securityContext": operator["securityContext"],
             "containers": [
                 {
-                    "name": "connect",
+                    "name": "python",
                     "image": container["image"],
                     "imagePullPolicy": container["imagePullPolicy"],
-                    # A policy may take a moment to be enforced for a new pod.
-                    "command": ["python", "-c", f"import time; time.sleep(5)\n{CONNECT}", *targets],
+                    "command": ["python", *arguments],
                     "securityContext": container["securityContext"],
                 }
             ],
         },
     }
-    namespace.apply(pod)
-    try:
-        eventually(lambda: namespace.get("pod", name)["status"]["phase"] == "Succeeded", f"pod {name} ended")
-        answers: dict[str, bool] = json.loads(namespace.kubectl("logs", name))
-        return answers
-    finally:
-        namespace.kubectl("delete", "pod", name, "--grace-period=0", "--force")
+
+
+def _delete(namespace: Namespace, name: str) -> None:
+    namespace.kubectl("delete", "pod", name, "--grace-period=0", "--force")

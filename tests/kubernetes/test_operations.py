@@ -1,95 +1,81 @@
-"""What people do to a running experiment, and what clusters do to it."""
-
-import json
+"""What people do to a running experiment, and to the release beside it."""
 
 import pytest
 
 from tests.kubernetes.conftest import RELEASE
-from tests.support.cluster import (
-    RESTRICTED,
-    CommandError,
-    Namespace,
-    condition,
-    eventually,
-    fresh_namespace,
-    is_true,
-)
-from tests.support.experiments import applied, assert_balanced, sort_digits
+from tests.support.cluster import CommandError, Namespace, Object, condition, eventually, is_true
+from tests.support.experiments import FOREVER, Running, applied, assert_balanced, slow, sort_digits
 
-pytestmark = pytest.mark.timeout(1200)
-
-COMPONENTS = ("controller", "trajectory-pool", "weight-sync", "inference", "trainer", "rollout")
+pytestmark = pytest.mark.timeout(600)
 
 
-def test_killed_pods_come_back_and_nothing_is_lost(namespace: Namespace) -> None:
-    item = sort_digits("kills", trainer__steps=200, checkpoint__everySteps=20)
-    with applied(namespace, item) as running:
-        for number, component in enumerate(COMPONENTS):
-            running.until_step(10 + 15 * number)
-            for pod in running.pods(component):
-                namespace.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
-        namespace.kubectl("delete", "pod", f"{RELEASE}-redis-0", "--force", "--grace-period=0")
-        namespace.kubectl("rollout", "restart", f"deployment/{RELEASE}-operator")
-        assert_balanced(running.until("Complete"))
+def test_scale_moves_the_rollouts(namespace: Namespace, running: Running) -> None:
+    for replicas in (2, 1):
+        namespace.kubectl("scale", f"experiment/{running.name}", f"--replicas={replicas}")
+
+        def is_scaled(replicas: int = replicas) -> bool:
+            return running.ready("rollout") == replicas == len(running.pods("rollout"))
+
+        eventually(is_scaled, f"{replicas} rollouts")
+    running.until_it_goes_on()
+    running.count()
 
 
-def test_evicted_trainer_goes_on_from_a_checkpoint(namespace: Namespace) -> None:
-    item = sort_digits("eviction", trainer__steps=60, checkpoint__everySteps=50)
-    with applied(namespace, item) as running:
-        running.until_step(20)
-        (trainer,) = running.pods("trainer")
-        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": trainer}}
-        path = f"/api/v1/namespaces/{namespace.name}/pods/{trainer}/eviction"
-        namespace.kubectl("create", "--raw", path, "--filename", "-", text=json.dumps(eviction))
-        ended = running.until("Complete")
-        assert ended["status"]["trainerAttempt"] > 0
-        assert_balanced(ended)
+def test_suspended_experiment_has_no_pods_and_goes_on_where_it_was(namespace: Namespace, running: Running) -> None:
+    _patch(namespace, running.name, '{"spec": {"suspend": true}}')
+    running.until("Suspended", 180.0)
+    assert not running.pods()
+    before = running.step
+    _patch(namespace, running.name, '{"spec": {"suspend": false}}')
+    running.until_step(before + 1)
+    assert not is_true(running.get(), "Suspended")
+    running.count()
 
 
-def test_suspended_experiment_has_no_pods_and_goes_on(namespace: Namespace) -> None:
-    with applied(namespace, sort_digits("pause", trainer__steps=60)) as running:
-        running.until_step(10)
-        _patch(namespace, "pause", '{"spec": {"suspend": true}}')
-        running.until("Suspended", 180.0)
-        assert not running.pods()
-        _patch(namespace, "pause", '{"spec": {"suspend": false}}')
-        ended = running.until("Complete")
-        assert not is_true(ended, "Suspended")
-        assert_balanced(ended)
+def test_another_experiment_runs_at_the_same_time(namespace: Namespace, running: Running) -> None:
+    before = running.step
+    with applied(namespace, slow("another", trainer__steps=10)) as another:
+        assert_balanced(another.until("Complete"))
+    running.until_step(before + 1)
+    running.count()
 
 
-def test_scale_moves_the_rollouts(namespace: Namespace) -> None:
-    with applied(namespace, sort_digits("scaled", trainer__steps=200)) as running:
-        running.until_step(5)
-        for replicas in (2, 1):
-            namespace.kubectl("scale", "experiment/scaled", f"--replicas={replicas}")
-            eventually(lambda: len(running.pods("rollout")) == replicas, f"{replicas} rollouts")  # noqa: B023
-        assert_balanced(running.until("Complete"))
-
-
-def test_two_experiments_run_at_once(namespace: Namespace) -> None:
-    first, second = (sort_digits(name, trainer__steps=20) for name in ("first", "second"))
-    with applied(namespace, first) as one, applied(namespace, second) as other:
-        assert_balanced(one.until("Complete"))
-        assert_balanced(other.until("Complete"))
+def test_deadline_ends_an_experiment_whose_ledger_is_still_counted(namespace: Namespace) -> None:
+    with applied(namespace, slow("late", trainer__steps=FOREVER)) as late:
+        late.until_step(2)
+        _patch(namespace, "late", '{"spec": {"activeDeadlineSeconds": 1}}')
+        late.until("Failed")
+        eventually(lambda: "audit" in late.get()["status"], "the ledger is counted")
+        ended = late.get()
+        assert condition(ended, "Failed")["reason"] == "DeadlineExceeded"
+        assert ended["status"]["audit"]["findings"] == 0
+        eventually(lambda: not late.pods(), "no pod is left")
 
 
 def test_deleted_experiment_leaves_nothing(namespace: Namespace) -> None:
-    with applied(namespace, sort_digits("deleted")) as running:
-        running.until_step(2)
+    with applied(namespace, slow("deleted", trainer__steps=FOREVER)) as deleted:
+        eventually(lambda: len(deleted.pods()) == 6, "all its pods")
     owned = namespace.list("all,configmaps,secrets,pvc,networkpolicies", "nexrl.dev/experiment=deleted")
     assert [item["metadata"]["name"] for item in owned] == []
 
 
-def test_upgrade_of_the_release_disturbs_no_experiment(namespace: Namespace) -> None:
-    with applied(namespace, sort_digits("upgraded", trainer__steps=80)) as running:
-        running.until_step(10)
-        before = set(running.pods())
-        namespace.install(RELEASE, "operator.logLevel=DEBUG")
-        assert set(running.pods()) == before
-        ended = running.until("Complete")
-        assert ended["status"].get("restarts", 0) == 0
-        assert_balanced(ended)
+def test_upgrade_of_the_release_disturbs_no_experiment(namespace: Namespace, running: Running) -> None:
+    before, restarts = running.pods(), running.get()["status"].get("restarts", 0)
+    namespace.install(RELEASE, "operator.logLevel=DEBUG")
+    running.until_it_goes_on()
+    assert running.pods() == before
+    assert running.get()["status"].get("restarts", 0) == restarts
+    running.count()
+
+
+def test_second_release_waits_for_the_first(namespace: Namespace, running: Running) -> None:
+    namespace.install("second", "redis.enabled=false", "externalRedis.url=redis://elsewhere.example:6379")
+    try:
+        lease = namespace.get("lease", "nexrl-operator")
+        assert lease["spec"]["holderIdentity"].startswith(f"{RELEASE}-operator")
+        running.until_it_goes_on()
+    finally:
+        namespace.uninstall("second")
 
 
 @pytest.mark.parametrize(
@@ -107,36 +93,23 @@ def test_wrong_experiment_is_refused_with_field_and_reason(
         namespace.apply(sort_digits("wrong", **changes))
 
 
-def test_impossible_experiment_says_so(namespace: Namespace) -> None:
+def test_impossible_experiment_says_so_within_ten_seconds(namespace: Namespace) -> None:
     template = {"spec": {"containers": [{"name": "nexrl", "image": 7}]}}
     with applied(namespace, sort_digits("impossible", trainer__template=template)) as running:
-        found = eventually(lambda: condition(running.get(), "Accepted"), "Accepted", 30.0)
+        found = eventually(lambda: condition(running.get(), "Accepted"), "Accepted", 10.0)
         assert found["status"] == "False"
         assert "image" in found["message"]
 
 
-def test_second_release_waits_for_the_first(namespace: Namespace) -> None:
-    namespace.install("second")
-    try:
-        lease = namespace.get("lease", "nexrl-operator")
-        assert lease["spec"]["holderIdentity"].startswith(f"{RELEASE}-operator")
-    finally:
-        namespace.uninstall("second")
+def test_experiment_that_fits_on_no_node_says_so_within_ten_seconds(namespace: Namespace) -> None:
+    template = {"spec": {"containers": [{"name": "nexrl", "resources": {"requests": {"cpu": "1000"}}}]}}
+    with applied(namespace, sort_digits("giant", trainer__template=template)) as running:
+        eventually(lambda: _ready(running).get("reason") == "Unschedulable", "Unschedulable", 10.0)
+        assert "trainer" in _ready(running)["message"]
 
 
-def test_uninstalled_release_leaves_nothing_but_the_definition() -> None:
-    with fresh_namespace(RESTRICTED) as other:
-        other.install("gone")
-        other.test("gone")
-        other.uninstall("gone")
-        kinds = "all,configmaps,secrets,serviceaccounts,roles,rolebindings,networkpolicies,pvc,leases"
-        eventually(lambda: not _ours(other, kinds), "nothing of the release is left")
-        other.kubectl("get", "crd", "experiments.nexrl.dev")
-
-
-def _ours(namespace: Namespace, kinds: str) -> list[str]:
-    found = namespace.list(kinds)
-    return [name for item in found if "gone" in (name := item["metadata"]["name"])]
+def _ready(running: Running) -> Object:
+    return condition(running.get(), "Ready")
 
 
 def _patch(namespace: Namespace, name: str, patch: str) -> None:

@@ -1,16 +1,29 @@
 """Experiments on a cluster: applied, followed, and judged by their status."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.support.cluster import Namespace, Object, eventually, is_true
+from tests.support.cluster import Namespace, Object, command, eventually, is_true
 
 SORT_DIGITS = Path(__file__).parents[2] / "examples/sort-digits.yaml"
-RUN_SECONDS = 1500.0
+NEXRL = str(Path(sys.executable).with_name("nexrl"))
+_LIVING = ("Pending", "Running")
+RUN_SECONDS = 900.0
+FOREVER = 1_000_000
+SLOW_REWARD = """
+
+import time
+
+
+def slow(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str, float]:
+    time.sleep(0.2)
+    return reward(task, text, is_finished)
+"""
 
 
 def sort_digits(name: str, **changes: Any) -> Object:
@@ -23,6 +36,20 @@ def sort_digits(name: str, **changes: Any) -> Object:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
+    return item
+
+
+def slow(name: str, **changes: Any) -> Object:
+    """The example with small batches and a reward that takes its time: other tests want the processors, too."""
+    item = sort_digits(
+        name,
+        rollout__reward="sort_digits:slow",
+        rollout__workers=32,
+        trajectoryPool__batchSize=32,
+        trajectoryPool__groupSize=8,
+        **changes,
+    )
+    item["spec"]["code"]["sort_digits.py"] += SLOW_REWARD
     return item
 
 
@@ -42,12 +69,30 @@ class Running:
         """Optimizer steps made, as far as the status knows."""
         return int(self.get().get("status", {}).get("progress", {}).get("step", 0))
 
-    def pods(self, component: str = "") -> list[str]:
-        """Names of its pods that are not on their way out."""
+    def pods(self, component: str = "") -> dict[str, str]:
+        """Names, by uid, of its pods that are not on their way out."""
         chosen = f"nexrl.dev/experiment={self.name}"
         chosen += f",app.kubernetes.io/component={component}" if component else ""
-        pods = self.namespace.pods(chosen)
-        return [pod["metadata"]["name"] for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
+        pods = [pod["metadata"] for pod in self.namespace.pods(chosen) if pod["status"]["phase"] in _LIVING]
+        return {pod["uid"]: pod["name"] for pod in pods}
+
+    def ready(self, component: str) -> int:
+        """Pods of a component that are ready, as the status has them."""
+        components: list[Object] = self.get().get("status", {}).get("components", [])
+        return next((int(item["ready"]) for item in components if item["name"] == component), 0)
+
+    def has_other_pods(self, component: str, than: Collection[str]) -> bool:
+        """Whether a component has pods again, all ready, and none of those uids."""
+        found = self.pods(component)
+        return bool(found) and not found.keys() & set(than) and self.ready(component) == len(found)
+
+    def until_it_goes_on(self, seconds: float = 300.0) -> None:
+        """Wait until more steps were made than now."""
+        self.until_step(self.step + 1, seconds)
+
+    def count(self) -> None:
+        """Have the ledger counted while it trains, as people do. Raises CommandError when it does not balance."""
+        command(NEXRL, "audit", self.name, "--namespace", self.namespace.name)
 
     def until_step(self, step: int, seconds: float = 300.0) -> None:
         """Wait until that many steps were made."""

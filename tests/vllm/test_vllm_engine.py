@@ -17,6 +17,7 @@ from nexrl_inference.vllm_engine import VllmEngine
 from nexrl_inference.vllm_server import VllmServer, start_vllm
 from tests.support.vllm import POSITIONS, Reference, random_prompt, staged, untied_qwen, vllm_experiment, weights_of
 
+GENERATED = "vllm:generation_tokens_total"
 STEP_TOKENS = 512
 """Less than some of these tests keep in flight."""
 
@@ -209,13 +210,20 @@ async def test_a_version_without_one_of_its_tensors_is_never_served(deployed: De
 
 
 async def test_a_cancelled_request_ends_in_vllm(deployed: Deployed) -> None:
+    """With fewer tokens than the same request has when nobody cancels it."""
     await deployed.load(14)
-    request = asyncio.create_task(deployed.generate(max_new_tokens=240, n=16))
-    await asyncio.sleep(0.1)
+    before = await counted(deployed, GENERATED)
+    asked = {"prompt_ids": tuple(random_prompt(deployed.chance)), "max_new_tokens": 240, "n": 16, "seeds": range(16)}
+    whole = sum(len(completion.token_ids) for completion in (await deployed.generate(**asked)).completions)
+    assert await counted(deployed, GENERATED) == before + whole
+    request = asyncio.create_task(deployed.generate(**asked))
+    while not await running(deployed):
+        pass
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await request
     await until_idle(deployed)
+    assert await counted(deployed, GENERATED) < before + 2 * whole
     assert deployed.engine.active_rows == 0
 
 
@@ -227,7 +235,12 @@ async def until_idle(deployed: Deployed) -> None:
 
 
 async def running(deployed: Deployed) -> float:
-    """Requests that vLLM works on, by its own count."""
+    """Requests that vLLM works on."""
+    return await counted(deployed, "vllm:num_requests_running")
+
+
+async def counted(deployed: Deployed, metric: str) -> float:
+    """What vLLM counts, over its engines."""
     async with deployed.server.open("GET", "/metrics") as answer:
         lines = (await answer.text()).splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(metric))

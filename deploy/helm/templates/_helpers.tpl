@@ -125,3 +125,24 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
 priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
+
+{{/* What pods of experiments may call besides each other and DNS: Redis, the API server, what the values add. */}}
+{{- define "nexrl.experimentEgress" -}}
+{{- if .Values.redis.enabled }}
+- to:
+    - namespaceSelector:
+        matchLabels: {kubernetes.io/metadata.name: {{ .Release.Namespace }}}
+      podSelector:
+        matchLabels: {{- include "nexrl.selector" (list . "redis") | nindent 10 }}
+  ports: [{protocol: TCP, port: 6379}]
+{{- else }}
+- ports: [{protocol: TCP, port: {{ (urlParse .Values.externalRedis.url).host | splitList ":" | rest | first | default "6379" }}}]
+{{- end }}
+- ports: [{protocol: TCP, port: 443}, {protocol: TCP, port: 6443}]
+  {{- with .Values.networkPolicy.apiServer }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- with .Values.networkPolicy.experimentEgress }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}

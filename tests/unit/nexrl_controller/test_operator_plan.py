@@ -64,6 +64,19 @@ def test_a_new_experiment_gets_all_its_objects() -> None:
     assert new_status(empty, made, Verdict())["phase"] == "Pending"
 
 
+def test_pods_call_each_other_and_what_release_and_spec_name_and_nobody_else() -> None:
+    made = renderer(redis={"url": "rediss://ours.example:6380"})
+    redis = {"ports": [{"port": 6379, "protocol": "TCP"}]}
+    policy = replace(made, settings=operator_settings(egress=[redis])).network_policy()
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    own, names, *others = policy["spec"]["egress"]
+    assert own == {"to": [{"podSelector": {"matchLabels": {"nexrl.dev/experiment": "x"}}}]}
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert others == [redis, {"ports": [{"port": 6380, "protocol": "TCP"}]}]
+    without = replace(made, settings=operator_settings(network_policy=False))
+    assert "NetworkPolicy" not in {item["kind"] for item in without.foundation()}
+
+
 def test_it_waits_until_nothing_is_left_of_a_deleted_experiment_of_its_name() -> None:
     made = renderer()
     resource = {"metadata": {"name": "x", "namespace": "rl", "uid": "u"}}
@@ -147,6 +160,16 @@ def test_the_ledger_is_counted_before_the_pool_stops() -> None:
         made, running=("controller", "trajectory-pool"), seen=ending, audit={"request": "final", "findings": 0}
     )
     assert names(make_plan(counted, made).delete) == {"Deployment x-trajectory-pool"}
+
+
+def test_what_failed_by_a_deadline_is_counted_too() -> None:
+    made = renderer()
+    failed = [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded", "message": ""}]
+    stopping = observed(made, running=("trainer", "trajectory-pool", "controller"), conditions=failed)
+    assert not make_plan(stopping, made).audit
+    quiet = observed(made, running=("trajectory-pool", "controller"), conditions=failed)
+    plan = make_plan(quiet, made)
+    assert (plan.stage, plan.audit, plan.delete) == (Stage.CLEAR, "final", [])
 
 
 def test_a_controller_that_is_lost_at_the_end_needs_no_trainer_beside_it() -> None:

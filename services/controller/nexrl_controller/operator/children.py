@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nexrl.spec import Experiment, dump_resolved, with_folder
 from nexrl.spec.experiment import LEDGER_ANNOTATION
@@ -26,6 +27,7 @@ EXPERIMENT_FOLDER = Path("/etc/nexrl/experiment")
 TLS_FOLDER = Path("/etc/nexrl/tls")
 GRPC_PORT, TOKEN_PORT, HEALTH_PORT, HTTP_PORT, METRICS_PORT = 50051, 50052, 50053, 8000, 9090
 USER = 10001
+_DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
 _ACCOUNT = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken")
 STARTUP_SECONDS = 2700
 """Longest time for a container to come up: vLLM may have to load and compile a large model."""
@@ -109,7 +111,8 @@ class Renderer:
 
     def foundation(self) -> list[Object]:
         """What is there before any pod, and stays after the last: configuration, volume, Services, NetworkPolicy."""
-        return [self.config_map(), self.claim(), *(self.service(c) for c in COMPONENTS), self.network_policy()]
+        policies = [self.network_policy()] if self.settings.network_policy else []
+        return [self.config_map(), self.claim(), *(self.service(c) for c in COMPONENTS), *policies]
 
     def config_map(self) -> Object:
         """The resolved experiment, and the modules of the user."""
@@ -151,8 +154,8 @@ class Renderer:
         return self._object("v1", "Service", component.name, component.name) | {"spec": spec}
 
     def network_policy(self) -> Object:
-        """Pods of the experiment reach each other at any port, as broadcasts need; the operator reaches gRPC; metrics
-        are for whoever collects them."""
+        """Pods of the experiment reach each other at any port, as broadcasts need, and what the release and the spec
+        name; the operator reaches gRPC; metrics are for whoever collects them."""
         own = {"podSelector": {"matchLabels": {EXPERIMENT_LABEL: self.owner.name}}}
         operator = {
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": self.settings.release_namespace}},
@@ -160,7 +163,7 @@ class Renderer:
         }
         spec = {
             "podSelector": {"matchLabels": {EXPERIMENT_LABEL: self.owner.name}},
-            "policyTypes": ["Ingress"],
+            "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"from": [own]},
                 {"from": [operator], "ports": [{"port": GRPC_PORT, "protocol": "TCP"}]},
@@ -168,6 +171,12 @@ class Renderer:
                     "from": [{"namespaceSelector": {"matchLabels": {f"{GROUP}/metrics": "allowed"}}}],
                     "ports": [{"port": METRICS_PORT, "protocol": "TCP"}],
                 },
+            ],
+            "egress": [
+                {"to": [own]},
+                {"ports": [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]},
+                *self.settings.egress,
+                *({"ports": [{"port": port, "protocol": "TCP"}]} for port in self._outside_ports()),
             ],
         }
         return self._object("networking.k8s.io/v1", "NetworkPolicy", "pods", "pods") | {"spec": spec}
@@ -425,6 +434,13 @@ class Renderer:
         if self.settings.tls != "off":
             secret = self.settings.tls_secret if self.settings.tls == "secret" else f"{name}-tls"
             yield "tls", (TLS_FOLDER, {"secret": {"secretName": secret}})
+
+    def _outside_ports(self) -> Iterator[int]:
+        """Ports of the servers that the spec names."""
+        spec = self.experiment.spec
+        for url in filter(None, (spec.redis.url, spec.inference.url)):
+            parts = urlsplit(url)
+            yield parts.port or _DEFAULT_PORTS[parts.scheme]
 
     def _judges_tokens(self, component: Component) -> bool:
         """Rollout workers of others, which show a token, call all but these two."""

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from nexrl.errors import NexrlError
-from nexrl.k8s.api import LEASE, Api, ApiError
+from nexrl.k8s.api import DEPLOYMENT, LEASE, Api, ApiError
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +24,14 @@ class LeadershipLostError(NexrlError):
 
 
 class Election:
-    """Takes and keeps the Lease `name` for `holder`."""
+    """Takes and keeps the Lease `name` for `holder`; with the `deployment` of the holder, the Lease goes, too."""
 
-    def __init__(self, api: Api, namespace: str, name: str, holder: str) -> None:
+    def __init__(self, api: Api, namespace: str, name: str, holder: str, deployment: str = "") -> None:
         self._api = api
         self._namespace = namespace
         self._name = name
         self._holder = holder
+        self._deployment = deployment
         self._seen: tuple[str, float] = ("", 0.0)
         """The Lease's version, and when it was seen first: the clocks of two machines are never compared."""
         self.is_leader = False
@@ -79,7 +80,7 @@ class Election:
     async def _take(self) -> bool:
         found = await self._api.get(LEASE, self._namespace, self._name)
         if found is None:
-            metadata = {"name": self._name, "namespace": self._namespace}
+            metadata = {"name": self._name, "namespace": self._namespace, "ownerReferences": await self._owners()}
             spec = self._spec(acquired=_now(), transitions=0)
             await self._api.create(
                 {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata, "spec": spec}
@@ -94,9 +95,16 @@ class Election:
                 return False
         acquired = spec.get("acquireTime") if is_mine else _now()
         transitions = spec.get("leaseTransitions", 0) + (not is_mine)
+        metadata = found["metadata"] if is_mine else {**found["metadata"], "ownerReferences": await self._owners()}
         # It has the version that was read: of two that take it, one is refused.
-        await self._api.replace(found | {"spec": self._spec(acquired or _now(), transitions)})
+        await self._api.replace(found | {"metadata": metadata, "spec": self._spec(acquired or _now(), transitions)})
         return True
+
+    async def _owners(self) -> list[dict[str, Any]]:
+        """A Lease left by a release that is gone would tell of a holder that nobody knows."""
+        found = await self._api.get(DEPLOYMENT, self._namespace, self._deployment) if self._deployment else None
+        kind = {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "name": self._deployment}
+        return [kind | {"uid": found["metadata"]["uid"]}] if found else []
 
     def _spec(self, acquired: str, transitions: int) -> dict[str, Any]:
         return {

@@ -90,7 +90,8 @@ def make_plan(observed: Observed, renderer: Renderer) -> Plan:
         case Stage.PAUSE:
             _stop(plan, observed, CONTROLLER_WAVE)
             _free_quota(plan, observed)
-        case Stage.CLEAR:
+        case Stage.CLEAR:  # what failed by a deadline comes here without an END
+            plan.audit = FINAL_AUDIT if _may_audit(observed) else ""
             _stop(plan, observed, CONTROLLER_WAVE)
             _free_quota(plan, observed)
             _expire(plan, observed, renderer)
@@ -225,7 +226,7 @@ def _free_quota(plan: Plan, observed: Observed) -> None:
 def _may_audit(observed: Observed) -> bool:
     """The ledger is counted when nobody changes it any more, by the pool, before that stops."""
     is_quiet = not observed.living(*components_in_wave(0), *components_in_wave(1))
-    return is_quiet and _audited(observed) != FINAL_AUDIT and observed.ready("trajectory-pool") > 0
+    return is_quiet and _audited(observed) != FINAL_AUDIT and bool(observed.living("trajectory-pool"))
 
 
 def _audited(observed: Observed) -> str:

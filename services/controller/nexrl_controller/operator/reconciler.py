@@ -59,6 +59,8 @@ MANAGER = "nexrl.dev/experiment-controller"
 OWNED = (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB, POD)
 MAX_PROBLEM = 500
 RETRY_SECONDS = 2.0
+MAX_AUDITS = 5
+"""A pool that has not answered this often does not come up any more."""
 REFUSED_SECONDS = 60.0
 """Time until what the API server has refused is tried again."""
 
@@ -89,6 +91,7 @@ class Reconciler:
         """The ledgers of experiments in the release's Redis."""
         self._shown: dict[Key, str] = {}
         self._disrupted: dict[Key, set[str]] = {}
+        self._failed_audits: dict[Key, int] = {}
         self._identified: dict[Key, float] = {}
         """When the Secrets of an experiment were looked at last."""
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
@@ -198,10 +201,9 @@ class Reconciler:
                 await self._delete(item)
         except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
             return _refused(plan, error)
-        audit = None
         if self._followers.is_following(key) and observed.ready("controller"):
             try:
-                audit = await self._converse(key, observed, renderer, plan)
+                await self._converse(key, observed, renderer, plan)
             except NameTakenError as error:
                 return _refused(plan, error)
             except NexrlError as error:  # one that is away for a moment; the status tells of all else meanwhile
@@ -212,7 +214,7 @@ class Reconciler:
             queue=queue_of(observed.resource),
             is_queued=plan.stage is Stage.QUEUE,
             pending_change=plan.pending_change,
-            audit=audit,
+            audit=await self._audit(key, plan) if plan.audit else None,
         )
 
     def _require_kueue(self) -> None:
@@ -270,9 +272,7 @@ class Reconciler:
             self._note(changed)
             await self._event(observed, "Normal", "Scaled", f"{metadata['name']} has {replicas} replicas")
 
-    async def _converse(
-        self, key: Key, observed: Observed, renderer: Renderer, plan: Plan
-    ) -> Mapping[str, int | str] | None:
+    async def _converse(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> None:
         """Tell the experiment's controller what has ended, and ask it what is to start again."""
         for exit in plan.exits:
             await self._followers.tell_exit(key, exit)
@@ -280,10 +280,8 @@ class Reconciler:
             await self._start_gang_again(key, observed, renderer, plan)
         if plan.failed is not None:
             await self._followers.stop(key, f"{plan.failed[0]}: {plan.failed[1]}")
-        audit = await self._audit(key, plan.audit) if plan.audit else None
         if plan.stage in (Stage.END, Stage.CLEAR):
             await self._followers.tell_stopped(key, [instance_of(pod) for pod in observed.living(*BY_NAME)])
-        return audit
 
     async def _start_gang_again(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> None:
         job = plan.ended_job
@@ -306,11 +304,18 @@ class Reconciler:
             observed, "Warning", "GangRestarted", f"{job['metadata']['name']} ended; {item['metadata']['name']} goes on"
         )
 
-    async def _audit(self, key: Key, request: str) -> Mapping[str, int | str]:
+    async def _audit(self, key: Key, plan: Plan) -> Mapping[str, int | str] | None:
+        """The count of the ledger, or why there is none; None when it is to be tried again."""
         try:
-            return {"request": request, **await self._followers.audit(key)}
+            counts: Mapping[str, int | str] = await self._followers.audit(key)
         except NexrlError as error:
-            return {"request": request, "problem": error.message[:MAX_PROBLEM]}
+            self._failed_audits[key] = self._failed_audits.get(key, 0) + 1
+            if self._failed_audits[key] < MAX_AUDITS:
+                plan.again_in = RETRY_SECONDS
+                return None
+            counts = {"problem": error.message[:MAX_PROBLEM]}
+        self._failed_audits.pop(key, None)
+        return {"request": plan.audit, **counts}
 
     async def _unbind(self, deployment: Object) -> None:
         if not deployment["spec"]["template"]["spec"].get("affinity"):
@@ -369,6 +374,7 @@ class Reconciler:
         await self._followers.drop(key)
         self._queue.forget(key)
         self._disrupted.pop(key, None)
+        self._failed_audits.pop(key, None)
         self._identified.pop(key, None)
         if (shown := self._shown.pop(key, None)) is not None:
             PHASES.remove(*key, shown)

@@ -54,7 +54,9 @@ class Operator:
         self.identity = Identity(self.api, settings)
         self.followers = Followers(self.connect or self._connect, self.queue.add, self._later)
         self.reconciler = Reconciler(self.api, settings, self.queue, self.followers, self.identity)
-        self.election = Election(self.api, settings.release_namespace, settings.lease_name, settings.pod_name)
+        self.election = Election(
+            self.api, settings.release_namespace, settings.lease_name, settings.pod_name, settings.deployment
+        )
         self._beat_seconds = time.monotonic()
 
     async def run(self) -> None:

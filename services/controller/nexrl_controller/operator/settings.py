@@ -1,6 +1,6 @@
 """Settings of the operator, read once from the environment (prefix NEXRL_OPERATOR_); the chart sets them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -32,7 +32,12 @@ class OperatorSettings(BaseSettings):
     tls_secret: str = Field(default="", description="Mode secret: its name, in each namespace with experiments.")
     service_account: str = Field(default="", description='ServiceAccount of pods; "": default.')
     kueue: bool = Field(default=False, description="Whether experiments with a queue's name wait for Kueue.")
+    network_policy: bool = Field(default=True, description="Whether each experiment has a NetworkPolicy.")
+    egress: list[dict[str, Any]] = Field(
+        default=[], description="JSON: what pods of experiments may call outside, as egress rules of a NetworkPolicy."
+    )
     lease_name: str = Field(default="nexrl-operator", description="The Lease of the leader.")
+    deployment: str = Field(default="", description='Deployment of the operator, with which its Lease goes; "": none.')
     pod_name: str = Field(description="This pod; the holder's name in the Lease.")
     health_port: int = Field(default=9090, ge=0, le=65535, description="Port of /metrics, /healthz and /readyz.")
 
