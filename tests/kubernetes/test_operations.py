@@ -52,10 +52,15 @@ def test_deadline_ends_an_experiment_whose_ledger_is_still_counted(namespace: Na
         eventually(lambda: not late.pods(), "no pod is left")
 
 
-def test_deleted_experiment_leaves_nothing(namespace: Namespace) -> None:
+def test_deleted_experiment_leaves_nothing_and_no_pod_has_to_be_killed(namespace: Namespace) -> None:
+    """Not even one that has just begun to start."""
+    mine = "nexrl.dev/experiment=deleted"
     with applied(namespace, slow("deleted", trainer__steps=FOREVER)) as deleted:
         eventually(lambda: len(deleted.pods()) == 6, "all its pods")
-    owned = namespace.list("all,configmaps,secrets,pvc,networkpolicies", "nexrl.dev/experiment=deleted")
+        graces = {pod["spec"]["terminationGracePeriodSeconds"] for pod in namespace.list("pods", mine)}
+        namespace.kubectl("delete", "experiment", "deleted")
+        eventually(lambda: not namespace.list("pods", mine), "its pods have ended", min(graces) - 10.0)
+    owned = namespace.list("all,configmaps,secrets,pvc,networkpolicies", mine)
     assert [item["metadata"]["name"] for item in owned] == []
 
 
@@ -81,7 +86,7 @@ def test_second_release_waits_for_the_first(namespace: Namespace, running: Runni
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"trainer__steps": 0}, "spec.trainer.steps"),
+        ({"trainer__steps": -1}, "spec.trainer.steps"),
         ({"weightSync__mode": "sometimes"}, "spec.weightSync.mode"),
         ({"rollout__replicas": -1}, "spec.rollout.replicas"),
     ],
