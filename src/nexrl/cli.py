@@ -1,8 +1,6 @@
 """The command line: nexrl run | validate | status | audit | traj | serve; on a cluster submit | logs | suspend | ..."""
 
 import asyncio
-import os
-import signal
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -53,9 +51,6 @@ def serve(service: Annotated[str, typer.Argument(help="The service, as 'trainer'
     found = {point.name: point for point in entry_points(group="nexrl.services")}
     if service not in found:
         raise InvalidArgumentError(f"service: {service!r}; allowed: {', '.join(sorted(found))}")
-    if os.getpid() == 1:
-        # In a container: the kernel keeps SIGTERM from a first process without a handler, and imports take seconds.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     found[service].load()()
 
 

@@ -84,9 +84,7 @@ async def test_rights_of_the_chart_are_enough_for_the_operator(
     await _helm(helms()[0], "install", "trial", str(CHART), "--namespace", namespace, *elsewhere)
     token = await _token(api, namespace, "trial-nexrl")
     monkeypatch.setenv("KUBECONFIG", str(_kubeconfig_with(token, kubeconfig, tmp_path)))
-    settings = ReleaseSettings(
-        namespace=namespace, deployment="trial-nexrl-operator", redis_secret="redis", ca_secret="ca"
-    )
+    settings = ReleaseSettings(namespace=namespace, owner="trial-nexrl-owner", redis_secret="redis", ca_secret="ca")
     services, document = Services(), experiment_object("one", namespace)
     async with connect_cluster() as limited, _kubelet(api, namespace), services.serving(document) as controller:
         await make_secrets(limited, settings)

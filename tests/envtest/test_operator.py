@@ -15,6 +15,7 @@ from nexrl.k8s.api import (
     EVENT,
     EXPERIMENT,
     JOB,
+    NETWORK_POLICY,
     POD,
     SERVICE,
     STATEFUL_SET,
@@ -23,6 +24,7 @@ from nexrl.k8s.api import (
 )
 from nexrl.store import connect_redis, key_prefix
 from nexrl_controller.events import VersionCommitted
+from nexrl_controller.operator.observed import owner_uid
 from nexrl_controller.operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object, operator_settings
@@ -126,6 +128,37 @@ async def test_an_experiment_runs_to_its_end(api: Api, namespace: str, kubelet: 
     assert {"Starting", "Running", "Succeeded", "CreatedJob"} <= reasons
 
 
+async def collect_garbage(api: Api, namespace: str, owner: str) -> None:
+    """What a cluster does for an owner that was deleted; a bare API server has nobody for it."""
+    for kind in (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB):
+        for item in (await api.list(kind, namespace))["items"]:
+            if owner_uid(item) == owner:
+                await api.merge(kind, namespace, item["metadata"]["name"], {"metadata": {"finalizers": None}})
+                await api.delete(kind, namespace, item["metadata"]["name"])
+
+
+async def test_an_experiment_of_the_name_of_one_that_has_ended_begins_anew(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("again", namespace)
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        first = await api.apply(document, manager="test")
+        await until_phase(api, namespace, "again", "Starting")
+        await controller.post_metrics("m1", 4, {"training_complete": 1})
+        await until_phase(api, namespace, "again", "Stopping")
+        await api.delete(EXPERIMENT, namespace, "again")
+        second = await api.apply(document, manager="test")  # before anything of the first has gone
+        await until_condition(api, namespace, "again", "Accepted", "True")
+        await collect_garbage(api, namespace, first["metadata"]["uid"])
+
+        async def has_begun() -> bool:
+            events = (await api.list(EVENT, namespace))["items"]
+            made = [event for event in events if event["regarding"].get("uid") == second["metadata"]["uid"]]
+            return "CreatedJob" in {event["reason"] for event in made}
+
+        await eventually(has_begun)
+
+
 async def test_suspension_takes_all_pods_away_and_resumption_makes_another_trainer(
     api: Api, namespace: str, kubelet: Kubelet
 ) -> None:
@@ -151,6 +184,14 @@ async def test_suspension_takes_all_pods_away_and_resumption_makes_another_train
 
 async def test_an_experiment_that_is_created_suspended_has_no_pods(api: Api, namespace: str, kubelet: Kubelet) -> None:
     services, document = Services(), experiment_object("three", namespace, suspend=True)
+    # A worker of somebody else, labelled so that the experiment's NetworkPolicy lets it in, is not the operator's.
+    labels = {"nexrl.dev/experiment": "three", "app.kubernetes.io/component": "rollout"}
+    worker = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "worker", "namespace": namespace, "labels": labels},
+    }
+    await api.create(worker | {"spec": {"containers": [{"name": "worker", "image": "worker"}]}})
     async with services.serving(document), operating(api, namespace, services):
         await api.apply(document, manager="test")
         await until_phase(api, namespace, "three", "Suspended")
@@ -222,8 +263,13 @@ async def _generations(api: Api, namespace: str) -> dict[str, int]:
     return found
 
 
-async def test_an_experiment_whose_template_is_no_pod_says_so(api: Api, namespace: str, kubelet: Kubelet) -> None:
-    template = {"spec": {"containers": [{"name": "nexrl", "resources": {"limits": {"cpu": "many"}}}]}}
+@pytest.mark.parametrize(
+    ("container", "word"), [({"resources": {"limits": {"cpu": "many"}}}, "quantit"), ({"image": 7}, "image")]
+)
+async def test_an_experiment_whose_template_is_no_pod_says_so(
+    api: Api, namespace: str, kubelet: Kubelet, container: Object, word: str
+) -> None:
+    template = {"spec": {"containers": [{"name": "nexrl", **container}]}}
     services = Services()
     document = experiment_object("six", namespace, trainer={"steps": 4, "template": template})
     async with services.serving(document), operating(api, namespace, services):
@@ -235,11 +281,11 @@ async def test_an_experiment_whose_template_is_no_pod_says_so(api: Api, namespac
         await eventually(refused)
         accepted = await condition(api, namespace, "six", "Accepted")
         assert accepted["reason"] == "InvalidTemplate"
-        assert "many" in accepted["message"] or "quantit" in accepted["message"]
+        assert word in accepted["message"]
 
 
 async def test_what_has_a_name_that_it_needs_stays_untouched(api: Api, namespace: str, kubelet: Kubelet) -> None:
-    services, document = Services(), experiment_object("taken", namespace)
+    services, document = Services(), experiment_object("taken", namespace, startupDeadlineSeconds=5)
     metadata = {"name": "taken-experiment", "namespace": namespace}
     await api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"a": "b"}})
     async with services.serving(document), operating(api, namespace, services):
@@ -252,6 +298,8 @@ async def test_what_has_a_name_that_it_needs_stays_untouched(api: Api, namespace
         assert found is not None
         assert found["data"] == {"a": "b"}
         assert not (await api.list(POD, namespace))["items"]
+        await until_phase(api, namespace, "taken", "Failed")
+        assert (await condition(api, namespace, "taken", "Failed"))["reason"] == "StartupDeadlineExceeded"
 
 
 async def test_a_start_that_takes_too_long_fails_and_says_what_was_missing(

@@ -15,14 +15,16 @@ BACK_SECONDS = 180.0
 
 
 def test_killed_pods_come_back_and_nothing_is_lost(namespace: Namespace) -> None:
-    with applied(namespace, slow("kills", trainer__steps=120, checkpoint__everySteps=10)) as running:
+    with applied(namespace, slow("kills", trainer__steps=60, checkpoint__everySteps=10)) as running:
         running.until_step(2)
         for component in COMPONENTS:
             _kill(running, component)
         namespace.kubectl("delete", "pod", f"{RELEASE}-redis-0", "--force", "--grace-period=0")
         namespace.kubectl("delete", "pod", "--selector", "app.kubernetes.io/component=operator", "--force")
+        running.until_it_goes_on()
+        namespace.kubectl("delete", "pod", *running.pods().values(), "--force", "--grace-period=0")  # as a lost node
         ended = running.until("Complete")
-        assert ended["status"]["progress"]["step"] == 120
+        assert ended["status"]["progress"]["step"] == 60
         assert_balanced(ended)
 
 

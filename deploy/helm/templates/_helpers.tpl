@@ -41,13 +41,13 @@ app.kubernetes.io/part-of: nexrl
 {{- end }}
 {{- end }}
 
-{{/* The reference of an image: arguments are the root and its key under `images`. */}}
+{{/* The reference of an image: arguments are the root and its key under `images`. Its own tag counts more than that of all. */}}
 {{- define "nexrl.image" -}}
 {{- $root := index . 0 -}}
 {{- $image := index $root.Values.images (index . 1) -}}
 {{- $registry := ($root.Values.global).imageRegistry | default $root.Values.images.registry -}}
 {{- if $registry }}{{ $registry }}/{{ end }}{{ $image.repository }}
-{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $root.Values.images.tag | default $root.Chart.AppVersion }}{{ end }}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default $root.Values.images.tag | default $root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
 {{- define "nexrl.serviceAccountName" -}}
@@ -126,6 +126,22 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/* externalRedis may be anywhere; the port is that of its URL. */}}
+{{- define "nexrl.externalRedisEgress" -}}
+- ports: [{protocol: TCP, port: {{ (urlParse .Values.externalRedis.url).host | regexFind ":[0-9]+$" | trimPrefix ":" | default "6379" }}}]
+{{- end }}
+
+{{/* Never without ports, which would be all: `helm upgrade --reuse-values` knows no value that is new. */}}
+{{- define "nexrl.apiServerEgress" -}}
+- ports:
+    {{- range .Values.networkPolicy.apiServerPorts | default (list 443 6443) }}
+    - {protocol: TCP, port: {{ . }}}
+    {{- end }}
+  {{- with .Values.networkPolicy.apiServer }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
 {{/* What pods of experiments may call besides each other and DNS: Redis, the API server, what the values add. */}}
 {{- define "nexrl.experimentEgress" -}}
 {{- if .Values.redis.enabled }}
@@ -136,12 +152,9 @@ priorityClassName: {{ . }}
         matchLabels: {{- include "nexrl.selector" (list . "redis") | nindent 10 }}
   ports: [{protocol: TCP, port: 6379}]
 {{- else }}
-- ports: [{protocol: TCP, port: {{ (urlParse .Values.externalRedis.url).host | splitList ":" | rest | first | default "6379" }}}]
+{{ include "nexrl.externalRedisEgress" . }}
 {{- end }}
-- ports: [{protocol: TCP, port: 443}, {protocol: TCP, port: 6443}]
-  {{- with .Values.networkPolicy.apiServer }}
-  to: {{- toYaml . | nindent 4 }}
-  {{- end }}
+{{ include "nexrl.apiServerEgress" . }}
 {{- with .Values.networkPolicy.experimentEgress }}
 {{ toYaml . }}
 {{- end }}

@@ -108,8 +108,8 @@ async def suspend(target: Target, *, is_suspended: bool) -> None:
 async def delete(target: Target) -> None:
     """Delete the experiment, its pods and its volume."""
     async with _cluster(target.namespace) as (api, namespace):
-        if not await api.delete(EXPERIMENT, namespace, target.name):
-            raise NotFoundError(f"{target.name}: no such experiment in {namespace}")
+        found = await _get(api, namespace, target.name)
+        await api.delete(EXPERIMENT, namespace, target.name, found["metadata"]["uid"])
     _say(f"{target.name}: deleted, with its volume")
 
 

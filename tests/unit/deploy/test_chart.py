@@ -1,17 +1,25 @@
 """The chart as Helm renders it: what it refuses, what it makes, and that it makes the same each time."""
 
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 
+from nexrl.tls import OPERATOR
 from nexrl_controller.operator.settings import OperatorSettings
+from nexrl_controller.release_secrets import ReleaseSettings
 from tests.support.helm import (
     CHART,
     EVERYTHING,
     KUBERNETES,
     NOTHING,
     VARIANTS,
+    Object,
     containers,
     helm,
     helms,
@@ -58,6 +66,7 @@ def test_every_object_is_valid(values: tuple[str, ...]) -> None:
         ("tls.mode=mutual", "mode"),
         ("redis.persistence.size=lots", "size"),
         ("images.control.digest=sha256:12", "digest"),
+        ("networkPolicy.apiServerPorts={70000}", "apiServerPorts"),
         ("metrics.podMonitor.interval=often", "interval"),
         ("typo=1", "typo"),
     ],
@@ -169,6 +178,15 @@ def test_image_is_that_of_its_digest() -> None:
     assert container["image"] == f"mirror.example/rl/nexrl-control@{digest}"
 
 
+def test_no_upgrade_restarts_redis() -> None:
+    (redis,) = of_kind(objects(("images.tag=2.0.0",)), "StatefulSet")
+    assert redis["spec"]["template"]["spec"]["containers"][0]["image"] == "localhost/nexrl-redis:7"
+
+
+def test_build_calls_redis_as_the_chart_does() -> None:
+    assert "image=$registry/nexrl-redis:7\n" in (CHART.parents[1] / "docker/build").read_text()
+
+
 def test_no_template_makes_a_secret() -> None:
     for values in VARIANTS.values():
         assert not of_kind(objects(values), "Secret")
@@ -183,10 +201,101 @@ def test_restart_is_for_a_reason() -> None:
 @variants
 def test_operator_is_told_what_it_asks_for(values: tuple[str, ...]) -> None:
     """The chart sets settings that exist, and all that have no default."""
-    (operator,) = of_kind(objects(values), "Deployment")
-    (container,) = operator["spec"]["template"]["spec"]["containers"]
-    prefix = "NEXRL_OPERATOR_"
-    told = {item["name"].removeprefix(prefix).lower() for item in container["env"] if item["name"].startswith(prefix)}
+    prefix, known = "NEXRL_OPERATOR_", _environment(objects(values))
+    told = {item["name"].removeprefix(prefix).lower() for item in known if item["name"].startswith(prefix)}
     fields = OperatorSettings.model_fields
     assert told <= fields.keys()
     assert {name for name, field in fields.items() if field.is_required()} <= told
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        ("redis://elsewhere", 6379),
+        ("rediss://nexrl@redis.example:7000", 7000),
+        ("redis+cluster://[fd00::1]:7001", 7001),
+        ("redis://[fd00::1]", 6379),
+    ],
+)
+def test_operator_and_experiments_reach_external_redis_and_the_api_server_alone(url: str, port: int) -> None:
+    found = objects(("redis.enabled=false", f"externalRedis.url={url}", "networkPolicy.apiServerPorts={16443,443}"))
+    (policy,) = of_kind(found, "NetworkPolicy")
+    rules = [[each["port"] for each in rule["ports"]] for rule in policy["spec"]["egress"]]
+    assert rules == [[53, 53], [16443, 443], [50051], [port]]
+    (told,) = [item["value"] for item in _environment(found) if item["name"] == "NEXRL_OPERATOR_EGRESS"]
+    assert [[each["port"] for each in rule["ports"]] for rule in json.loads(told)] == [[port], [16443, 443]]
+
+
+def test_no_ports_are_not_all_ports() -> None:
+    (policy,) = [
+        item
+        for item in of_kind(objects(("networkPolicy.apiServerPorts=null",)), "NetworkPolicy")
+        if item["metadata"]["name"].endswith("-operator")
+    ]
+    assert all(rule["ports"] for rule in policy["spec"]["egress"])
+
+
+def test_pods_judge_no_tokens_without_the_right_to() -> None:
+    without = _environment(objects(("rbac.tokenReviews=false",)))
+    assert {"name": "NEXRL_OPERATOR_TOKEN_REVIEWS", "value": "false"} in without
+    assert "NEXRL_OPERATOR_TOKEN_REVIEWS" not in {item["name"] for item in _environment(objects(()))}
+
+
+def test_secrets_are_owned_by_what_nobody_makes_again() -> None:
+    found = objects(())
+    (operator,) = of_kind(found, "Deployment")
+    (maker,) = operator["spec"]["template"]["spec"]["initContainers"]
+    (owner,) = [item["value"] for item in maker["env"] if item["name"] == "NEXRL_RELEASE_OWNER"]
+    assert owner in {item["metadata"]["name"] for item in of_kind(found, "ConfigMap")}
+    asked = {item["name"].removeprefix("NEXRL_RELEASE_").lower() for item in maker["env"]}
+    assert asked <= ReleaseSettings.model_fields.keys()
+
+
+def test_operator_reads_the_certificate_that_the_chart_asks_for() -> None:
+    found = objects(EVERYTHING)
+    asked = {item["spec"]["secretName"]: item["spec"]["dnsNames"] for item in of_kind(found, "Certificate")}
+    (told,) = [item["value"] for item in _environment(found) if item["name"] == "NEXRL_OPERATOR_OWN_TLS_SECRET"]
+    assert asked[told] == [OPERATOR]
+
+
+def test_labels_of_a_metric_are_kept() -> None:
+    """A restart is of a component, and a phase of an experiment's namespace, whoever tells of it."""
+    (service,) = of_kind(objects(EVERYTHING), "ServiceMonitor")
+    (pod,) = of_kind(objects(EVERYTHING), "PodMonitor")
+    for endpoint in (*service["spec"]["endpoints"], *pod["spec"]["podMetricsEndpoints"]):
+        assert endpoint["honorLabels"] is True
+
+
+def test_redis_loads_a_certificate_that_has_changed(tmp_path: Path) -> None:
+    """Its readiness probe asks it to, until it does; what it refuses does not make it unready."""
+    certificate, refusal, calls = tmp_path / "tls.crt", tmp_path / "refused", tmp_path / "calls"
+    (script,) = [item["data"]["ready"] for item in of_kind(objects(()), "ConfigMap") if "ready" in item.get("data", {})]
+    script = script.replace("/etc/nexrl/tls", str(tmp_path)).replace("/run/redis", str(tmp_path))
+    program = tmp_path / "redis-cli"
+    program.write_text(f"""#!/bin/sh
+echo "$*" >> {calls}
+case "$*" in *ping) echo PONG ;; *) [ -e {refusal} ] && echo ERR || echo OK ;; esac
+""")
+    program.chmod(0o700)
+
+    def loads() -> int:
+        calls.write_text("")
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        assert subprocess.run(["sh", "-c", script], env={"PATH": path}, timeout=10, check=False).returncode == 0
+        return calls.read_text().count("config set tls-cert-file")
+
+    certificate.write_text("first")
+    (tmp_path / "loaded.crt").write_text("first")  # as `start` leaves it
+    assert loads() == 0
+    certificate.write_text("second")
+    refusal.touch()
+    assert [loads(), loads()] == [1, 1]
+    refusal.unlink()
+    assert [loads(), loads()] == [1, 0]
+
+
+def _environment(found: Sequence[Object]) -> list[Object]:
+    (operator,) = of_kind(found, "Deployment")
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    known: list[Object] = container["env"]
+    return known

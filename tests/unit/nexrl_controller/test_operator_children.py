@@ -106,10 +106,11 @@ def test_a_password_is_referred_to_and_never_written_down() -> None:
     assert password["valueFrom"] == {"secretKeyRef": {"name": "x-redis", "key": "password"}}
 
 
-def test_the_controller_runs_where_the_trainer_has_its_volume() -> None:
-    assert "affinity" in renderer().workloads(1)["controller"]["spec"]["template"]["spec"]
-    many = renderer(storage={"accessMode": "ReadWriteMany"})
-    assert "affinity" not in many.workloads(1)["controller"]["spec"]["template"]["spec"]
+def test_nobody_but_the_trainer_is_bound_to_the_node_of_the_volume() -> None:
+    for mode, expected in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {"trainer", "controller"})):
+        made = renderer(storage={"accessMode": mode}).workloads(1).items()
+        volumes = {name: item["spec"]["template"]["spec"]["volumes"] for name, item in made}
+        assert {name for name, found in volumes.items() if any("persistentVolumeClaim" in v for v in found)} == expected
 
 
 def test_a_template_adds_gpus_and_keeps_what_finds_the_pods() -> None:

@@ -172,17 +172,6 @@ def test_what_failed_by_a_deadline_is_counted_too() -> None:
     assert (plan.stage, plan.audit, plan.delete) == (Stage.CLEAR, "final", [])
 
 
-def test_a_controller_that_is_lost_at_the_end_needs_no_trainer_beside_it() -> None:
-    made, ending = renderer(), Seen("Stopping", "Completed", "", 9, 9, 9)
-    now = observed(made, running=("controller",), seen=ending)
-    assert make_plan(now, made).unbound is None
-    conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": ""}]
-    stuck = replace(now, pods=[pod(made, "controller", phase="Pending", conditions=conditions)])
-    unbound = make_plan(stuck, made).unbound
-    assert unbound is not None
-    assert unbound["metadata"]["name"] == "x-controller"
-
-
 def test_the_controller_stays_until_the_status_says_how_it_ended() -> None:
     made, ended = renderer(), Seen("Succeeded", "Completed", "all 9 steps were made", 9, 9, 9)
     now = observed(made, running=("controller",), seen=ended)

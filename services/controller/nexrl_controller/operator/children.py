@@ -18,6 +18,7 @@ Object = dict[str, Any]
 
 GROUP = "nexrl.dev"
 EXPERIMENT_LABEL = f"{GROUP}/experiment"
+MANAGED_BY_LABEL, OPERATOR = "app.kubernetes.io/managed-by", "nexrl-operator"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
 REVISION = f"{GROUP}/revision"
 """Annotation: digest of what of the spec an object was made from. Another operator's rendering does not change it, so
@@ -159,7 +160,9 @@ class Renderer:
         own = {"podSelector": {"matchLabels": {EXPERIMENT_LABEL: self.owner.name}}}
         operator = {
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": self.settings.release_namespace}},
-            "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
+            "podSelector": {
+                "matchLabels": {"app.kubernetes.io/part-of": "nexrl", "app.kubernetes.io/component": "operator"}
+            },
         }
         spec = {
             "podSelector": {"matchLabels": {EXPERIMENT_LABEL: self.owner.name}},
@@ -314,7 +317,7 @@ class Renderer:
         return {
             **self.selector(component),
             "app.kubernetes.io/part-of": "nexrl",
-            "app.kubernetes.io/managed-by": "nexrl-operator",
+            MANAGED_BY_LABEL: OPERATOR,
         }
 
     # pods ------------------------------------------------------------------------------------------------------------
@@ -327,6 +330,8 @@ class Renderer:
             "spec": {
                 "automountServiceAccountToken": self._judges_tokens(component),
                 "enableServiceLinks": False,
+                # A first process gets no SIGTERM before it asks for it, and ours import for seconds: let it be another.
+                "shareProcessNamespace": True,
                 "terminationGracePeriodSeconds": component.grace_seconds,
                 "securityContext": {
                     "runAsNonRoot": True,
@@ -342,12 +347,10 @@ class Renderer:
         }
         if self.settings.service_account:
             rendered["spec"]["serviceAccountName"] = self.settings.service_account
-        if component.name == "controller" and self.experiment.spec.storage.access_mode == "ReadWriteOnce":
-            rendered["spec"]["affinity"] = self._beside_trainer()
         template = section.template.model_dump(mode="json") if section.template else {}
         pod: Object = lay_over(rendered, template)
         # What finds the pods is not the template's, nor is whose rights they have.
-        pod["metadata"]["labels"] |= self.selector(component.name)
+        pod["metadata"]["labels"] |= self._labels(component.name)
         account = {key: rendered["spec"][key] for key in _ACCOUNT if key in rendered["spec"]}
         pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in _ACCOUNT} | account
         return pod
@@ -425,7 +428,9 @@ class Renderer:
         yield "experiment", (EXPERIMENT_FOLDER, {"configMap": {"name": f"{name}-experiment"}})
         yield "tmp", (Path("/tmp"), {"emptyDir": {}})
         yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory"}})
-        if component.has_run_folder:
+        # Of a volume that is on one node, only the trainer: who shares it could not start where no trainer is.
+        is_shared = self.experiment.spec.storage.access_mode == "ReadWriteMany"
+        if component.has_run_folder and (is_shared or component.name == "trainer"):
             yield "run", (RUN_FOLDER, {"persistentVolumeClaim": {"claimName": f"{name}-run"}})
         else:
             yield "run", (RUN_FOLDER, {"emptyDir": {}})
@@ -444,17 +449,13 @@ class Renderer:
 
     def _judges_tokens(self, component: Component) -> bool:
         """Rollout workers of others, which show a token, call all but these two."""
-        return self.settings.tls != "off" and component.name not in ("rollout", "trainer")
+        is_asked = self.settings.token_reviews and self.settings.tls != "off"
+        return is_asked and component.name not in ("rollout", "trainer")
 
     def _pod_annotations(self, component: Component) -> dict[str, str]:
         if component.name != "trainer":
             return {}
         return {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
-
-    def _beside_trainer(self) -> Object:
-        # Their volume can be on one node only; the trainer, which may need a GPU, says on which.
-        term = {"labelSelector": {"matchLabels": self.selector("trainer")}, "topologyKey": "kubernetes.io/hostname"}
-        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def _probes() -> Object:

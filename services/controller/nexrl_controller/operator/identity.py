@@ -1,6 +1,8 @@
 """Certificates and passwords of experiments, and the operator's own certificate, by which their controllers know it."""
 
+import asyncio
 import base64
+import logging
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -15,10 +17,15 @@ from nexrl_controller.operator.children import Owner, Renderer
 from nexrl_controller.operator.observed import owner_uid
 from nexrl_controller.operator.settings import OperatorSettings
 
+log = logging.getLogger(__name__)
+
 Object = dict[str, Any]
 
 RENEW_SECONDS = 6 * 3600.0
 """How often certificates are looked at."""
+WAITS, WAIT_SECONDS = 3, 3.0
+"""For a Secret that somebody else makes. Shorter than a Lease, which its holder does not renew while it waits here.
+The kubelet starts an operator again that has waited in vain."""
 _COMPONENTS = ("controller", "trajectory-pool", "weight-sync", "inference", "rollout", "trainer")
 
 
@@ -39,8 +46,7 @@ class Identity:
             case "secret":
                 self._write(await self._secret(self._settings.release_namespace, self._settings.tls_secret))
             case "certManager":
-                await self._api.apply(self._certificate(self._own_secret(), self._settings.release_namespace, OPERATOR))
-                self._write(await self._secret(self._settings.release_namespace, self._own_secret()))
+                self._write(await self._awaited(self._settings.release_namespace, self._settings.own_tls_secret))
 
     @property
     def ca_file(self) -> Path:
@@ -72,10 +78,7 @@ class Identity:
         if settings.tls == "operator":
             made += await self._issued(renderer)
         elif settings.tls == "certManager":
-            item = self._certificate(f"{owner.name}-tls", owner.namespace, experiment_name(owner.namespace, owner.name))
-            item["spec"]["dnsNames"] += _names(owner)
-            item["metadata"]["ownerReferences"] = [owner.reference()]
-            made.append(item)
+            made.append(self._certificate(owner))
         return made
 
     async def _issued(self, renderer: Renderer) -> list[Object]:
@@ -104,24 +107,31 @@ class Identity:
             raise FailedPreconditionError(f"Secret {namespace}/{name}: not there, or empty")
         return {key: base64.b64decode(value) for key, value in found["data"].items()}
 
+    async def _awaited(self, namespace: str, name: str) -> Mapping[str, bytes]:
+        for _ in range(WAITS):
+            try:
+                return await self._secret(namespace, name)
+            except FailedPreconditionError as error:
+                log.info("%s; cert-manager may be about to make it", error)
+                await asyncio.sleep(WAIT_SECONDS)
+        return await self._secret(namespace, name)
+
     def _write(self, files: Mapping[str, bytes]) -> None:
         for name in ("ca.crt", "tls.key", "tls.crt"):
             path = self._folder / name
             path.touch(mode=0o600)
             path.write_bytes(files[name])
 
-    def _own_secret(self) -> str:
-        return f"{self._settings.lease_name}-tls"
-
-    def _certificate(self, name: str, namespace: str, dns_name: str) -> Object:
+    def _certificate(self, owner: Owner) -> Object:
+        name = f"{owner.name}-tls"
         issuer = {"name": self._settings.issuer_name, "kind": self._settings.issuer_kind, "group": "cert-manager.io"}
         return {
             "apiVersion": "cert-manager.io/v1",
             "kind": "Certificate",
-            "metadata": {"name": name, "namespace": namespace},
+            "metadata": {"name": name, "namespace": owner.namespace, "ownerReferences": [owner.reference()]},
             "spec": {
                 "secretName": name,
-                "dnsNames": [dns_name],
+                "dnsNames": [experiment_name(owner.namespace, owner.name), *_names(owner)],
                 "usages": ["server auth", "client auth"],
                 "privateKey": {"algorithm": "ECDSA", "rotationPolicy": "Always"},
                 "issuerRef": issuer,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from nexrl_controller.operator.children import ATTEMPT_LABEL, BY_NAME, EXPERIMENT_LABEL
+from nexrl_controller.operator.children import ATTEMPT_LABEL, BY_NAME, EXPERIMENT_LABEL, MANAGED_BY_LABEL, OPERATOR
 
 Object = dict[str, Any]
 
@@ -197,6 +197,11 @@ def owner_uid(item: Object) -> str:
     """The UID of the object that controls this one; "" for none."""
     owners = item["metadata"].get("ownerReferences", [])
     return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+
+
+def is_made_here(item: Object) -> bool:
+    """Whether the operator made it, or what it made did; rollouts of users have the label of an experiment, too."""
+    return bool(item["metadata"].get("labels", {}).get(MANAGED_BY_LABEL) == OPERATOR)
 
 
 def is_deleted(item: Object) -> bool:

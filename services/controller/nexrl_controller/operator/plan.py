@@ -10,7 +10,6 @@ from nexrl_controller.operator.observed import (
     Observed,
     attempt_of,
     components_in_wave,
-    condition,
     has_finished,
     seconds,
 )
@@ -50,8 +49,6 @@ class Plan:
     scale: list[tuple[Object, int]] = field(default_factory=list)
     """Workloads of which only the number of pods is wrong."""
     delete: list[Object] = field(default_factory=list)
-    unbound: Object | None = None
-    """The controller's Deployment, when it waits for the node of a trainer that has gone."""
     exits: list[Exit] = field(default_factory=list)
     """What the experiment's controller should hear of."""
     ended_job: Object | None = None
@@ -83,7 +80,6 @@ def make_plan(observed: Observed, renderer: Renderer) -> Plan:
         case Stage.END:
             plan.audit = FINAL_AUDIT if _may_audit(observed) else ""
             _stop(plan, observed, CONTROLLER_WAVE - 1)
-            plan.unbound = _waits_for_trainer(observed)
         case Stage.QUEUE:
             _stop(plan, observed, CONTROLLER_WAVE)
             _queue(plan, observed, renderer)
@@ -194,15 +190,6 @@ def _stop(plan: Plan, observed: Observed, last_wave: int) -> None:
             is_pool = "trajectory-pool" in components
             plan.delete = [] if is_pool and plan.audit else workloads
             return
-
-
-def _waits_for_trainer(observed: Observed) -> Object | None:
-    """It runs beside the trainer, for their volume; lost at the end, it may run anywhere: nobody else has that now."""
-    unscheduled = [
-        pod for pod in observed.living("controller") if condition(pod, "PodScheduled").get("status") == "False"
-    ]
-    found = observed.workloads("controller")
-    return found[0] if unscheduled and found and not observed.living("trainer") else None
 
 
 def _queue(plan: Plan, observed: Observed, renderer: Renderer) -> None:

@@ -42,10 +42,11 @@ from nexrl_controller.operator.observed import (
     instance_of,
     is_deleted,
     is_disrupted,
+    is_made_here,
     job_of,
     owner_uid,
 )
-from nexrl_controller.operator.plan import Plan, Stage, make_plan
+from nexrl_controller.operator.plan import PREDECESSOR_SECONDS, Plan, Stage, make_plan
 from nexrl_controller.operator.queueing import QUEUE_LABEL, admitted_counts, flavors_of, placed, queue_of
 from nexrl_controller.operator.settings import OperatorSettings
 from nexrl_controller.operator.status import PROGRESS_SECONDS, Verdict, new_status, rejected
@@ -63,6 +64,8 @@ MAX_AUDITS = 5
 """A pool that has not answered this often does not come up any more."""
 REFUSED_SECONDS = 60.0
 """Time until what the API server has refused is tried again."""
+
+_WRONG_TYPE = ("failed to convert", "failed to create typed patch object")
 
 RECONCILED = Counter("nexrl_operator_reconcile_total", "Reconciliations.", ["result"])
 SECONDS = Histogram("nexrl_operator_reconcile_duration_seconds", "Time of one reconciliation.")
@@ -87,6 +90,8 @@ class Reconciler:
         self._followers = followers
         self._identity = identity
         self._ledgers = Ledgers(settings.redis_url, identity)
+        self._uids: dict[Key, str] = {}
+        """Of what is held here about an experiment of that name."""
         self._known: dict[Key, str] = {}
         """The ledgers of experiments in the release's Redis."""
         self._shown: dict[Key, str] = {}
@@ -129,10 +134,17 @@ class Reconciler:
 
     async def _reconcile(self, key: Key) -> None:
         resource = self.experiments.get(*key)
-        if resource is None or is_deleted(resource):
+        uid = resource["metadata"]["uid"] if resource is not None else ""
+        if self._uids.get(key, uid) != uid:  # one of the same name may be there already
             await self._forget(key)
-            if resource is None and (ledger := self._known.pop(key, None)) is not None:
+            if (ledger := self._known.pop(key, None)) is not None:
                 self._ledgers.end(ledger)
+        if resource is None:
+            self._uids.pop(key, None)
+            return
+        self._uids[key] = uid
+        if is_deleted(resource):
+            await self._forget(key)
             return
         if resource["spec"].get("managedBy", MANAGER) != MANAGER:
             return
@@ -152,7 +164,7 @@ class Reconciler:
         self._come_again(key, observed, plan, status)
 
     def _observe(self, key: Key, resource: Object) -> Observed:
-        items = self._children.get(key, {}).values()
+        items = [item for item in self._children.get(key, {}).values() if is_made_here(item)]
         uid = resource["metadata"]["uid"]
         # Those of an experiment of this name that was deleted are the garbage collector's.
         objects = [item for item in items if item["kind"] != POD.kind]
@@ -180,7 +192,8 @@ class Reconciler:
     # acting ----------------------------------------------------------------------------------------------------------
 
     async def _follow(self, key: Key, observed: Observed, plan: Plan) -> None:
-        if observed.ready("controller"):
+        # Without a Deployment of its own, the pod is that of a deleted experiment of this name.
+        if observed.ready("controller") and observed.workloads("controller"):
             self._followers.follow(key)
         elif plan.stage in (Stage.QUEUE, Stage.PAUSE, Stage.CLEAR) and not observed.living("controller"):
             await self._followers.drop(key)
@@ -195,8 +208,6 @@ class Reconciler:
                 await self._require_free(observed, plan.apply)
                 for item in plan.apply:
                     self._note(await self._api.apply(item))
-            if plan.unbound is not None:
-                await self._unbind(plan.unbound)
             for item in plan.delete:
                 await self._delete(item)
         except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
@@ -286,6 +297,9 @@ class Reconciler:
     async def _start_gang_again(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> None:
         job = plan.ended_job
         assert job is not None
+        if observed.seen is None or observed.living("trainer"):
+            plan.again_in = PREDECESSOR_SECONDS  # it may be about to end; two trainers would write to one volume
+            return
         delay_seconds = 0.0
         if not observed.is_disrupted(job):  # that is nobody's failure, and does not count as one
             answer = await self._followers.verdict(key, observed.job_exit(job))
@@ -316,12 +330,6 @@ class Reconciler:
             counts = {"problem": error.message[:MAX_PROBLEM]}
         self._failed_audits.pop(key, None)
         return {"request": plan.audit, **counts}
-
-    async def _unbind(self, deployment: Object) -> None:
-        if not deployment["spec"]["template"]["spec"].get("affinity"):
-            return
-        metadata, patch = deployment["metadata"], {"spec": {"template": {"spec": {"affinity": None}}}}
-        self._note(await self._api.merge(DEPLOYMENT, metadata["namespace"], metadata["name"], patch))
 
     async def _delete(self, item: Object) -> None:
         metadata = item["metadata"]
@@ -411,8 +419,9 @@ def _refused(plan: Plan, error: NexrlError) -> Verdict:
     reason = _refusal(error)
     if reason is None:
         raise error
-    plan.again_in = REFUSED_SECONDS  # a quota may be wider by then, a Secret there
-    return Verdict(accepted=reason, accepted_message=error.message)
+    # A quota may be wider by then, a Secret there; or a deadline is over.
+    plan.again_in = min(REFUSED_SECONDS, plan.again_in or REFUSED_SECONDS)
+    return Verdict(accepted=reason, accepted_message=error.message, failed=plan.failed)
 
 
 def _refusal(error: NexrlError) -> str | None:
@@ -425,8 +434,8 @@ def _refusal(error: NexrlError) -> str | None:
         return "MissingPrerequisite"
     if error.code == 403:
         return "NotAllowed"
-    # A quantity that is none is no error of the caller's, to the API server.
-    is_invalid = error.code in (400, 422) or "failed to convert" in error.message
+    # A value of another type is no error of the caller's, to the API server: it answers with 500.
+    is_invalid = error.code in (400, 422) or any(words in error.message for words in _WRONG_TYPE)
     return "InvalidTemplate" if is_invalid else None
 
 

@@ -27,11 +27,13 @@ class OperatorSettings(BaseSettings):
         default="off", description="Who makes the certificates of experiments."
     )
     ca_secret: str = Field(default="", description="Mode operator: the Secret with the authority.")
+    own_tls_secret: str = Field(default="", description="Mode certManager: the Secret with the operator's certificate.")
     issuer_name: str = Field(default="", description="Mode certManager: the Issuer.")
     issuer_kind: str = Field(default="Issuer", description="Mode certManager: Issuer or ClusterIssuer.")
     tls_secret: str = Field(default="", description="Mode secret: its name, in each namespace with experiments.")
     service_account: str = Field(default="", description='ServiceAccount of pods; "": default.')
     kueue: bool = Field(default=False, description="Whether experiments with a queue's name wait for Kueue.")
+    token_reviews: bool = Field(default=True, description="Whether pods may have ServiceAccount tokens reviewed.")
     network_policy: bool = Field(default=True, description="Whether each experiment has a NetworkPolicy.")
     egress: list[dict[str, Any]] = Field(
         default=[], description="JSON: what pods of experiments may call outside, as egress rules of a NetworkPolicy."
