@@ -81,6 +81,7 @@ app.kubernetes.io/part-of: nexrl
 {{- end }}
 
 {{- define "nexrl.redisUrl" -}}
+{{- if and .Values.redis.enabled .Values.externalRedis.url }}{{ fail "externalRedis.url is set and redis.enabled is true: set one of them only" }}{{ end -}}
 {{- if .Values.redis.enabled -}}
 {{- $host := printf "%s-redis.%s.svc:6379" (include "nexrl.fullname" .) .Release.Namespace -}}
 {{- if eq .Values.tls.mode "off" }}redis://{{ $host }}{{ else }}rediss://{{ $host }}?ssl_ca_certs=/etc/nexrl/tls/ca.crt{{ end -}}

@@ -81,6 +81,7 @@ def test_schema_refuses(program: str, value: str, named: str) -> None:
     ("values", "message"),
     [
         (("redis.enabled=false",), "externalRedis.url must name a Redis"),
+        (("externalRedis.url=redis://ours:6379",), "redis.enabled is true"),
         (("tls.mode=certManager",), "issuerRef.name must name an Issuer"),
         (("tls.mode=secret",), "tls.secretName must name a Secret"),
     ],

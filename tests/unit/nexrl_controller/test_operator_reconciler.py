@@ -73,6 +73,20 @@ def test_annotations_of_any_length_are_nobodys_business(tmp_path: Path) -> None:
     made.close()
 
 
+async def test_cert_manager_is_not_asked_to_write_over_a_secret(tmp_path: Path) -> None:
+    certificate = {"kind": "Certificate", "metadata": {"name": "x-tls", "namespace": "rl"}}
+    certificate |= {"spec": {"secretName": "x-tls"}}
+    observed, its_own = Observed(resource(), [], [], None, 0.0), secret()
+    its_own["metadata"]["annotations"] = {"cert-manager.io/certificate-name": "x-tls"}
+    made = reconciler(tmp_path, its_own)
+    await made._require_free(observed, [certificate])
+    made.close()
+    made = reconciler(tmp_path, secret())
+    with pytest.raises(NameTakenError, match="Secret x-tls"):
+        await made._require_free(observed, [certificate])
+    made.close()
+
+
 async def test_what_is_somebody_elses_is_not_touched(tmp_path: Path) -> None:
     observed, predecessor = Observed(resource(), [], [], None, 0.0), Owner("rl", "x", "uid-0").reference()
 

@@ -28,7 +28,7 @@ EXPERIMENT_FOLDER = Path("/etc/nexrl/experiment")
 TLS_FOLDER = Path("/etc/nexrl/tls")
 GRPC_PORT, TOKEN_PORT, HEALTH_PORT, HTTP_PORT, METRICS_PORT = 50051, 50052, 50053, 8000, 9090
 USER = 10001
-_DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
+REDIS_PORT = 6379
 _ACCOUNT = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken")
 STARTUP_SECONDS = 2700
 """Longest time for a container to come up: vLLM may have to load and compile a large model."""
@@ -445,7 +445,7 @@ class Renderer:
         spec = self.experiment.spec
         for url in filter(None, (spec.redis.url, spec.inference.url)):
             parts = urlsplit(url)
-            yield parts.port or _DEFAULT_PORTS[parts.scheme]
+            yield parts.port or {"http": 80, "https": 443}.get(parts.scheme, REDIS_PORT)
 
     def _judges_tokens(self, component: Component) -> bool:
         """Rollout workers of others, which show a token, call all but these two."""

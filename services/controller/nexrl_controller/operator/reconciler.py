@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.k8s.api import (
+    CERTIFICATE,
     CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
@@ -19,6 +20,7 @@ from nexrl.k8s.api import (
     NETWORK_POLICY,
     POD,
     RESOURCE_FLAVOR,
+    SECRET,
     SERVICE,
     STATEFUL_SET,
     WORKLOAD,
@@ -242,11 +244,20 @@ class Reconciler:
                 continue  # and its own: `_observe` has seen to that
             kind, name = KINDS[item["kind"]], item["metadata"]["name"]
             found = await self._api.get(kind, metadata["namespace"], name)
+            if found is None and kind is CERTIFICATE:  # cert-manager would write over what is in its Secret
+                await self._require_own_secret(item)
             if found is None or owner_uid(found) == metadata["uid"]:
                 continue
             if is_deleted(found) or _is_of_predecessor(found, metadata["name"]):
                 raise UnavailableError(f"{kind.kind} {name}: of a deleted experiment of this name, and not gone yet")
             raise NameTakenError(f"{kind.kind} {name} is there, and not of this experiment: delete or rename one")
+
+    async def _require_own_secret(self, certificate: Object) -> None:
+        metadata, name = certificate["metadata"], certificate["spec"]["secretName"]
+        found = await self._api.get(SECRET, metadata["namespace"], name)
+        made_for = (found or {}).get("metadata", {}).get("annotations", {}).get("cert-manager.io/certificate-name")
+        if found is not None and made_for != metadata["name"]:
+            raise NameTakenError(f"Secret {name} is there, and not of this experiment: delete or rename one")
 
     async def _place(self, observed: Observed, items: Sequence[Object]) -> None:
         """Have the pods of what is to be applied run on the nodes that the queue has assigned."""
