@@ -3,8 +3,8 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar, cast
 
 import redis.asyncio
@@ -12,11 +12,13 @@ from redis.asyncio import SSLConnection
 from redis.asyncio.cluster import ClusterPipeline, ClusterPubSub, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.commands.core import AsyncScript
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterError,
     NoPermissionError,
+    NoScriptError,
     RedisClusterException,
     RedisError,
 )
@@ -35,6 +37,7 @@ MAX_BACKOFF_SECONDS = 0.5
 MAX_CONNECTIONS = 64
 """Of one process to one server; more calls than that wait for their turn."""
 KEYS_AT_ONCE = 500
+SCRIPT_TRIES = 5
 
 SCHEMES = "redis://, rediss://, unix://, redis+cluster://, rediss+cluster://"
 CLUSTER_SCHEME = re.compile(r"^(rediss?)\+cluster(?=://)")
@@ -48,6 +51,19 @@ ResultT = TypeVar("ResultT")
 
 class StoreUnavailableError(UnavailableError, RedisConnectionError):
     """Redis could not be reached or could not answer, for longer than a call is patient."""
+
+
+async def run_script(script: AsyncScript, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
+    """Run a script, and load it where Redis does not know it. Raises StoreUnavailableError.
+
+    A Redis that is replaced between the loading and the run knows it no more.
+    """
+    for _ in range(SCRIPT_TRIES):
+        with suppress(NoScriptError):
+            return await script(keys=keys, args=args)
+    raise StoreUnavailableError(
+        "redis.url: Redis forgets scripts as soon as they are loaded: it restarts again and again"
+    )
 
 
 def key_prefix(experiment: str, part: str) -> str:

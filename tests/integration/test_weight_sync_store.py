@@ -16,6 +16,24 @@ async def test_a_state_is_read_as_it_was_saved(redis: Redis, experiment_name: st
     assert await store.load() == state
 
 
+async def test_a_script_that_is_lost_as_soon_as_it_is_loaded_is_loaded_again(
+    redis: Redis, experiment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a Redis that is replaced between the loading and the run."""
+    load, losses = redis.script_load, iter([True, True])
+
+    async def load_and_lose(script: str) -> str:
+        sha: str = await load(script)
+        if next(losses, False):
+            await redis.script_flush()
+        return sha
+
+    monkeypatch.setattr(redis, "script_load", load_and_lose)
+    await redis.script_flush()
+    assert await WeightSyncStore(redis, key_prefix(experiment_name, "default")).load() == State()
+    assert not next(losses, False)
+
+
 async def test_a_process_that_was_replaced_saves_nothing(redis: Redis, experiment_name: str) -> None:
     replaced, owner = (WeightSyncStore(redis, key_prefix(experiment_name, "default")) for _ in range(2))
     await replaced.load()

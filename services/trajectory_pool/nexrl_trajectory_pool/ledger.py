@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from nexrl.errors import InvalidArgumentError, LeaseLostError, NotFoundError, error_class
-from nexrl.store import Redis
+from nexrl.store import Redis, run_script
 from nexrl_trajectory_pool.audit import Audit, audit, live_rows, settled_rows
 
 SCRIPT = resources.files(__package__).joinpath("ledger.lua").read_text()
@@ -444,7 +444,7 @@ class Ledger:
         # a script that names both is refused at either end, and sent again. With the first alone it would find an
         # empty ledger at the other end, and begin another.
         keys = [self._prefix, self._prefix + "meta"]
-        raw = await self._script(keys=keys, args=[name, now, request_id, encoded, *payloads])
+        raw = await run_script(self._script, keys, [name, now, request_id, encoded, *payloads])
         answer: dict[str, Any] = json.loads(raw)
         if "error" in answer:
             raise error_class(answer["status"])(answer["error"], retry_after_seconds=answer.get("retry_after"))

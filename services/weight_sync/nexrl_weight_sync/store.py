@@ -6,7 +6,7 @@ import time
 from redis.exceptions import RedisError
 
 from nexrl.errors import FailedPreconditionError, UnavailableError
-from nexrl.store import Redis
+from nexrl.store import Redis, run_script
 from nexrl_weight_sync.coordinator import Replica, State, Weights
 
 # Who loads the state owns it: a process that has been replaced but does not know it yet is fenced off. Not by what is
@@ -41,7 +41,7 @@ class WeightSyncStore:
         By the clock, so that a Redis that forgets gives no number twice.
         """
         now = int(time.time() * 1000)
-        incarnation, fields = await self._load(keys=[self._key], args=[now])
+        incarnation, fields = await run_script(self._load, [self._key], [now])
         self._incarnation = int(incarnation)
         committed_version, digest, epoch, held_version, replicas = fields
         if committed_version is None:
@@ -72,7 +72,7 @@ class WeightSyncStore:
             replicas,
         ]
         try:
-            is_saved = await self._save(keys=[self._key], args=arguments)
+            is_saved = await run_script(self._save, [self._key], arguments)
         except RedisError as error:
             raise UnavailableError(f"weight sync's state could not be stored: {error}") from error
         if not is_saved:
