@@ -123,8 +123,8 @@ class World:
             for task in (training, processing):
                 task.cancel()
             results = await asyncio.gather(training, processing, return_exceptions=True)
-            # A killed process takes its threads along; one of these may be writing a checkpoint.
-            await asyncio.to_thread(worker._torch.shutdown, cancel_futures=True)
+            if not is_finished:  # a killed process takes its threads along; one of these may be writing a checkpoint
+                await asyncio.to_thread(worker._torch.shutdown, cancel_futures=True)
             unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, KilledError)]
             assert not unexpected
         return worker if is_finished else None
