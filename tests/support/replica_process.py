@@ -1,7 +1,7 @@
 """A replica without an engine, as a process that serves until it, or the one that started it, is killed.
 
 Its behaviour: sound; flip (receives one wrong byte in version 1); die (kills itself after the first bucket of
-version 1); misfit (expects another model).
+version 1); misfit (expects another model); leave (deregisters while it loads version 1, which never ends).
 """
 
 import asyncio
@@ -14,10 +14,12 @@ from pathlib import Path
 import grpc
 import torch
 
-from nexrl.rpc.client import connect
+from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.v1 import policy_pb2
+from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.manifest import Manifest, TensorSpec
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.receiver import StagedWeights, WeightReceiver
@@ -39,6 +41,20 @@ class NoEngine:
 
     async def load(self, weights: StagedWeights) -> None:
         pass
+
+
+class LeavingEngine(NoEngine):
+    """One that is told to stop while it loads version 1."""
+
+    def __init__(self, weight_sync: str, request: pb.DeregisterReplicaRequest) -> None:
+        self._weight_sync = weight_sync
+        self._request = request
+
+    async def load(self, weights: StagedWeights) -> None:
+        if weights.manifest.policy_version == 1:
+            async with connect(self._weight_sync) as channel:
+                await call(WeightSyncServiceStub(channel).DeregisterReplica, self._request, timeout_seconds=10)
+            await asyncio.Event().wait()
 
 
 def misbehave(behaviour: str) -> None:
@@ -85,7 +101,9 @@ def main(
     receiver = WeightReceiver(other if behaviour == "misfit" else specs)
     published = PublishedVersions(shared, model_tag) if shared else None
     identity = policy_pb2.Replica(replica_id=replica_id, http_url="http://x")
-    asyncio.run(serve(weight_sync, model_tag, Replica(NoEngine(), receiver, identity, published), identity))
+    request = pb.DeregisterReplicaRequest(request_id=new_request_id(), model_tag=model_tag, replica_id=replica_id)
+    engine = LeavingEngine(weight_sync, request) if behaviour == "leave" else NoEngine()
+    asyncio.run(serve(weight_sync, model_tag, Replica(engine, receiver, identity, published), identity))
 
 
 async def serve(weight_sync: str, model_tag: str, replica: Replica, identity: policy_pb2.Replica) -> None:

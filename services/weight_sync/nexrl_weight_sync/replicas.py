@@ -1,5 +1,6 @@
 """Calls to the replicas: one attempt each, because a replica that must be asked twice is late."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -59,6 +60,11 @@ class ReplicaClients:
     async def _call(self, method: Callable[..., Awaitable[Any]], request: object) -> Any:
         try:
             return await method(request, timeout=self._timeout_seconds)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise UnavailableError("it was put out during the call") from None  # so gRPC ends calls of a closed channel
         except grpc.aio.AioRpcError as rpc_error:
             error: NexrlError = error_from_call(rpc_error)
             has_answered = rpc_status.from_call(rpc_error) is not None  # type: ignore[arg-type,no-untyped-call,unused-ignore]
