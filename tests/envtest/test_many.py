@@ -3,11 +3,13 @@
 import asyncio
 import os
 import re
+import sys
+import time
 from collections import Counter
 from uuid import uuid4
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Histogram
 
 from nexrl.k8s.api import EXPERIMENT, Api
 from nexrl_controller.operator.server import Operator
@@ -16,7 +18,7 @@ from tests.support.kubelet import Services, experiment_object, operator_settings
 
 NUMBER = int(os.environ.get("EXPERIMENTS", "20"))
 IDLE_SECONDS = 15.0
-MAX_RECONCILE_SECONDS = 5.0
+BOUNDS = [bound for bound in Histogram.DEFAULT_BUCKETS if bound < float("inf")]
 REQUESTS = re.compile(r"^apiserver_request_total\{(?P<labels>[^}]*)\} (?P<count>\S+)$", re.MULTILINE)
 
 pytestmark = pytest.mark.timeout(120 + 2 * NUMBER)
@@ -28,18 +30,17 @@ async def test_many_experiments_reconcile_and_then_nothing_is_asked(api: Api) ->
     failed = _reconciled("error")
     operator = Operator(api, operator_settings(namespace=namespace, release_namespace=namespace), Services().connect)
     running = asyncio.create_task(operator.run())
+    began = time.monotonic()
     for number in range(NUMBER):
         await api.apply(experiment_object(f"experiment-{number}", namespace), manager="test")
 
-    async def all_have_a_status() -> bool:
-        items = (await api.list(EXPERIMENT, namespace))["items"]
-        return len(items) == NUMBER and all("status" in item for item in items)
-
-    await eventually(all_have_a_status, 60.0 + 2 * NUMBER)
+    await eventually(lambda: _is_quiet(operator), 60.0 + 2 * NUMBER)
+    items = (await api.list(EXPERIMENT, namespace))["items"]
+    assert len([item for item in items if "status" in item]) == NUMBER
     assert _reconciled("error") == failed
-    assert _share_within(MAX_RECONCILE_SECONDS) >= 0.99
+    seconds = time.monotonic() - began
+    sys.stdout.write(f"\n{NUMBER} experiments in {seconds:.0f} s; 99 % of reconciles took at most {_p99_bound()} s\n")
 
-    await eventually(lambda: _is_quiet(operator), 60.0)
     before = await _requests(api)
     await asyncio.sleep(IDLE_SECONDS)
     asked = await _requests(api) - before
@@ -59,13 +60,12 @@ def _reconciled(result: str) -> float:
     return REGISTRY.get_sample_value("nexrl_operator_reconcile_total", {"result": result}) or 0.0
 
 
-def _share_within(seconds: float) -> float:
+def _p99_bound() -> float:
+    """Seconds; as near as the histogram's buckets allow."""
     name = "nexrl_operator_reconcile_duration_seconds"
-    within = REGISTRY.get_sample_value(f"{name}_bucket", {"le": str(seconds)})
-    everything = REGISTRY.get_sample_value(f"{name}_count")
-    assert within is not None
-    assert everything
-    return within / everything
+    everything = REGISTRY.get_sample_value(f"{name}_count") or 0.0
+    counts = {bound: REGISTRY.get_sample_value(f"{name}_bucket", {"le": str(bound)}) for bound in BOUNDS}
+    return next((bound for bound, count in counts.items() if (count or 0.0) >= 0.99 * everything), float("inf"))
 
 
 async def _requests(api: Api) -> Counter[str]:

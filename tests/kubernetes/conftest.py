@@ -35,7 +35,10 @@ def namespace() -> Iterator[Namespace]:
 
 @pytest.fixture(scope="package")
 def running(namespace: Namespace) -> Iterator[Running]:
-    """An experiment that trains, slowly, for as long as it is needed; each test leaves it training."""
-    with applied(namespace, slow("running", trainer__steps=FOREVER)) as found:
+    """An experiment that trains, slowly, for as long as it is needed; each test leaves it training.
+
+    It has no periodic checkpoints.
+    """
+    with applied(namespace, slow("running", trainer__steps=FOREVER, checkpoint__everySteps=FOREVER)) as found:
         found.until_step(1)
         yield found

@@ -11,17 +11,28 @@ from tests.support.experiments import Running
 pytestmark = pytest.mark.timeout(900)
 
 CONNECT = """
-import json, socket, sys
-answers = {}
-for target in sys.argv[1:]:
+import json, socket, sys, time
+from concurrent.futures import ThreadPoolExecutor
+
+def is_open(target):
     host, _, port = target.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
-        answers[target] = True
     except OSError:
-        answers[target] = False
+        return False
+    return True
+
+expected, deadline = json.loads(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+with ThreadPoolExecutor(len(expected)) as pool:
+    while True:
+        answers = dict(zip(expected, pool.map(is_open, expected)))
+        if answers == expected or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
 print(json.dumps(answers))
 """
+ENFORCED_SECONDS = 30.0
+"""For policies to take note of a new pod."""
 
 
 def test_stranger_reaches_no_port_of_an_experiment_and_no_redis(namespace: Namespace, running: Running) -> None:
@@ -33,8 +44,8 @@ def test_stranger_reaches_no_port_of_an_experiment_and_no_redis(namespace: Names
         f"{running.name}-inference:8000",
         f"{running.name}-inference:9090",
     ]
-    reached = _reached(namespace, "stranger", {}, targets)
-    assert reached == dict.fromkeys(targets, False)
+    closed = dict.fromkeys(targets, False)
+    assert _reached(namespace, "stranger", {}, closed, within=0.0) == closed  # at no time
 
 
 def test_pods_reach_what_the_matrix_says_and_no_more(namespace: Namespace, running: Running) -> None:
@@ -44,26 +55,30 @@ def test_pods_reach_what_the_matrix_says_and_no_more(namespace: Namespace, runni
     try:
         eventually(lambda: "podIP" in namespace.get("pod", "elsewhere")["status"], "pod elsewhere is there")
         elsewhere = f"{namespace.get('pod', 'elsewhere')['status']['podIP']}:8080"
-        assert _reached(namespace, "stranger", {}, [elsewhere]) == {elsewhere: True}
-        rollout = {"nexrl.dev/experiment": running.name, "app.kubernetes.io/component": "rollout"}
-        reached = _reached(namespace, "rollout", rollout, [pool, redis, elsewhere])
-        assert reached == {pool: True, redis: False, elsewhere: False}
-        keeper = {"nexrl.dev/experiment": running.name, "app.kubernetes.io/component": "weight-sync"}
-        reached = _reached(namespace, "weight-sync", keeper, [redis, elsewhere])
-        assert reached == {redis: True, elsewhere: False}
+        for name, labels, matrix in (
+            ("stranger", {}, {elsewhere: True}),
+            ("rollout", _labels(running, "rollout"), {pool: True, redis: False, elsewhere: False}),
+            ("weight-sync", _labels(running, "weight-sync"), {redis: True, elsewhere: False}),
+        ):
+            assert _reached(namespace, name, labels, matrix) == matrix
     finally:
         _delete(namespace, "elsewhere")
 
 
 def test_pod_of_another_experiment_is_a_stranger(namespace: Namespace, running: Running) -> None:
-    target = f"{running.name}-trajectory-pool:50051"
-    assert _reached(namespace, "neighbour", {"nexrl.dev/experiment": "another"}, [target]) == {target: False}
+    closed = {f"{running.name}-trajectory-pool:50051": False}
+    assert _reached(namespace, "neighbour", {"nexrl.dev/experiment": "another"}, closed, within=0.0) == closed
 
 
-def _reached(namespace: Namespace, name: str, labels: dict[str, str], targets: list[str]) -> dict[str, bool]:
-    """Which addresses a pod with these labels can connect to."""
-    # A policy may take a moment to be enforced for a new pod.
-    namespace.apply(_pod(namespace, name, labels, "-c", f"import time; time.sleep(5)\n{CONNECT}", *targets))
+def _labels(running: Running, component: str) -> dict[str, str]:
+    return {"nexrl.dev/experiment": running.name, "app.kubernetes.io/component": component}
+
+
+def _reached(
+    namespace: Namespace, name: str, labels: dict[str, str], expected: dict[str, bool], within: float = ENFORCED_SECONDS
+) -> dict[str, bool]:
+    """Which addresses a pod with these labels can connect to: as expected, or as they are after some seconds."""
+    namespace.apply(_pod(namespace, name, labels, "-c", CONNECT, json.dumps(expected), str(within)))
     try:
         eventually(lambda: namespace.get("pod", name)["status"]["phase"] == "Succeeded", f"pod {name} ended")
         answers: dict[str, bool] = json.loads(namespace.kubectl("logs", name))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.kubernetes.conftest import RELEASE
 from tests.support.cluster import CommandError, Namespace, Object, condition, eventually, is_true
-from tests.support.experiments import FOREVER, Running, applied, assert_balanced, slow, sort_digits
+from tests.support.experiments import FOREVER, Running, applied, slow, sort_digits
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -32,17 +32,10 @@ def test_suspended_experiment_has_no_pods_and_goes_on_where_it_was(namespace: Na
     running.count()
 
 
-def test_another_experiment_runs_at_the_same_time(namespace: Namespace, running: Running) -> None:
-    before = running.step
-    with applied(namespace, slow("another", trainer__steps=10)) as another:
-        assert_balanced(another.until("Complete"))
-    running.until_step(before + 1)
-    running.count()
-
-
-def test_deadline_ends_an_experiment_whose_ledger_is_still_counted(namespace: Namespace) -> None:
+def test_experiments_train_side_by_side_and_a_deadline_ends_one(namespace: Namespace, running: Running) -> None:
     with applied(namespace, slow("late", trainer__steps=FOREVER)) as late:
         late.until_step(2)
+        running.until_it_goes_on()
         _patch(namespace, "late", '{"spec": {"activeDeadlineSeconds": 1}}')
         late.until("Failed")
         eventually(lambda: "audit" in late.get()["status"], "the ledger is counted")
@@ -50,6 +43,8 @@ def test_deadline_ends_an_experiment_whose_ledger_is_still_counted(namespace: Na
         assert condition(ended, "Failed")["reason"] == "DeadlineExceeded"
         assert ended["status"]["audit"]["findings"] == 0
         eventually(lambda: not late.pods(), "no pod is left")
+    running.until_it_goes_on()
+    running.count()
 
 
 def test_deleted_experiment_leaves_nothing_and_no_pod_has_to_be_killed(namespace: Namespace) -> None:

@@ -3,7 +3,6 @@
 import datetime
 import os
 import shutil
-import signal
 import ssl
 import subprocess
 import time
@@ -59,14 +58,9 @@ def api_server(folder: Path) -> Iterator[Path]:
         _wait(secure, processes, folder)
         yield kubeconfig
     finally:
-        for process in reversed(processes):
-            process.send_signal(signal.SIGTERM)
-        for process in reversed(processes):
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for process in processes:
+            process.kill()  # nothing of it is needed any more, and told to end it would take 20 s
+            process.wait()
 
 
 def _certificates(folder: Path) -> None:
