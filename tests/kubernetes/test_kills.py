@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Collection
+from functools import partial
 
 import pytest
 
@@ -11,21 +13,22 @@ from tests.support.experiments import Running, applied, assert_balanced, slow
 
 pytestmark = pytest.mark.timeout(1200)
 
-COMPONENTS = ("controller", "trajectory-pool", "weight-sync", "inference", "trainer", "rollout")
+PAIRS = (("controller", "inference"), ("trajectory-pool", "trainer"), ("weight-sync", "rollout"))
+STEPS = 45
 BACK_SECONDS = 180.0
 
 
 def test_killed_pods_come_back_and_nothing_is_lost(namespace: Namespace) -> None:
-    with applied(namespace, slow("kills", trainer__steps=60, checkpoint__everySteps=10)) as running:
+    with applied(namespace, slow("kills", trainer__steps=STEPS, checkpoint__everySteps=10)) as running:
         running.until_step(2)
-        for component in COMPONENTS:
-            _kill(running, component)
+        for pair in PAIRS:
+            _kill(running, pair)
         namespace.kubectl("delete", "pod", f"{RELEASE}-redis-0", "--force", "--grace-period=0")
         namespace.kubectl("delete", "pod", "--selector", "app.kubernetes.io/component=operator", "--force")
         running.until_it_goes_on()
         namespace.kubectl("delete", "pod", *running.pods().values(), "--force", "--grace-period=0")  # as a lost node
         ended = running.until("Complete")
-        assert ended["status"]["progress"]["step"] == 60
+        assert ended["status"]["progress"]["step"] == STEPS
         assert_balanced(ended)
 
 
@@ -47,7 +50,9 @@ def test_evicted_trainer_goes_on_where_it_was(namespace: Namespace, running: Run
     running.count()
 
 
-def _kill(running: Running, component: str) -> None:
-    killed = running.pods(component)
-    running.namespace.kubectl("delete", "pod", *killed.values(), "--force", "--grace-period=0")
-    eventually(lambda: running.has_other_pods(component, killed), f"{component} is back", BACK_SECONDS)
+def _kill(running: Running, components: Collection[str]) -> None:
+    killed = {component: running.pods(component) for component in components}
+    names = [name for pods in killed.values() for name in pods.values()]
+    running.namespace.kubectl("delete", "pod", *names, "--force", "--grace-period=0")
+    for component, pods in killed.items():
+        eventually(partial(running.has_other_pods, component, pods), f"{component} is back", BACK_SECONDS)
