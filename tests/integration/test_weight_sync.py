@@ -92,7 +92,7 @@ async def test_a_replica_killed_in_mid_transfer_is_put_out_and_the_others_get_th
 
 
 async def test_a_replica_that_leaves_in_the_middle_of_its_load_holds_nobody_up(
-    redis: Redis, experiment_name: str
+    redis: Redis, experiment_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("sound"), world.replica("leaving", "leave"))
@@ -102,6 +102,7 @@ async def test_a_replica_that_leaves_in_the_middle_of_its_load_holds_nobody_up(
             publication = await publisher.publish(example_tensors(1), 1)
         assert (publication.committed_version, publication.attempts) == (1, 1)
         assert ready_ids(world.weight_sync.view()) == {"sound"}
+        assert "during the call" in caplog.text
 
 
 async def test_a_replica_dead_before_the_transfer_does_not_hold_it_up(redis: Redis, experiment_name: str) -> None:

@@ -46,9 +46,11 @@ class NoEngine:
 class LeavingEngine(NoEngine):
     """One that is told to stop while it loads version 1."""
 
-    def __init__(self, weight_sync: str, request: pb.DeregisterReplicaRequest) -> None:
+    def __init__(self, weight_sync: str, model_tag: str, replica_id: str) -> None:
         self._weight_sync = weight_sync
-        self._request = request
+        self._request = pb.DeregisterReplicaRequest(
+            request_id=new_request_id(), model_tag=model_tag, replica_id=replica_id
+        )
 
     async def load(self, weights: StagedWeights) -> None:
         if weights.manifest.policy_version == 1:
@@ -101,8 +103,7 @@ def main(
     receiver = WeightReceiver(other if behaviour == "misfit" else specs)
     published = PublishedVersions(shared, model_tag) if shared else None
     identity = policy_pb2.Replica(replica_id=replica_id, http_url="http://x")
-    request = pb.DeregisterReplicaRequest(request_id=new_request_id(), model_tag=model_tag, replica_id=replica_id)
-    engine = LeavingEngine(weight_sync, request) if behaviour == "leave" else NoEngine()
+    engine = LeavingEngine(weight_sync, model_tag, replica_id) if behaviour == "leave" else NoEngine()
     asyncio.run(serve(weight_sync, model_tag, Replica(engine, receiver, identity, published), identity))
 
 

@@ -31,6 +31,7 @@ class ReplicaClients:
         """`timeout_seconds`: for one call."""
         self._timeout_seconds = timeout_seconds
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._is_closed = False
 
     async def receive(self, address: str, sync_id: str, rendezvous: Rendezvous, manifest: Manifest) -> str:
         """Have the replica at `address` receive; gives the digest of what it received.
@@ -54,17 +55,20 @@ class ReplicaClients:
             await self._channels.pop(address).close()
 
     async def close(self) -> None:
-        """Close all channels."""
+        """Close all channels, and cancel the calls."""
+        self._is_closed = True
         await self.keep_only(set())
 
     async def _call(self, method: Callable[..., Awaitable[Any]], request: object) -> Any:
         try:
             return await method(request, timeout=self._timeout_seconds)
         except asyncio.CancelledError:
+            # So gRPC ends a call whose channel is closed, too: that is the replica's failure, and not the caller's end.
             task = asyncio.current_task()
-            if task is None or task.cancelling():
+            assert task is not None
+            if self._is_closed or task.cancelling():
                 raise
-            raise UnavailableError("it was put out during the call") from None  # so gRPC ends calls of a closed channel
+            raise UnavailableError("it left, or was put out, during the call") from None
         except grpc.aio.AioRpcError as rpc_error:
             error: NexrlError = error_from_call(rpc_error)
             has_answered = rpc_status.from_call(rpc_error) is not None  # type: ignore[arg-type,no-untyped-call,unused-ignore]

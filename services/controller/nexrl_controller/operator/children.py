@@ -111,7 +111,10 @@ class Renderer:
     """As many as a queue has admitted; None where none is asked."""
 
     def foundation(self) -> list[Object]:
-        """What is there before any pod, and stays after the last: configuration, volume, Services, NetworkPolicy."""
+        """What is there before any pod, and stays after the last: configuration, volume, Services, NetworkPolicy.
+
+        The ConfigMap comes first.
+        """
         policies = [self.network_policy()] if self.settings.network_policy else []
         return [self.config_map(), self.claim(), *(self.service(c) for c in COMPONENTS), *policies]
 

@@ -113,12 +113,12 @@ def _run(plan: Plan, observed: Observed, renderer: Renderer) -> None:
         # Pods of before a pause, or a volume with the checkpoints of another: wait until they are gone.
         plan.again_in = PREDECESSOR_SECONDS
         return
-    config_map, *others = renderer.foundation()
-    for item in (config_map, *others):
+    foundation = renderer.foundation()
+    for item in foundation:
         # Of what runs, nothing is rendered anew: another version of this operator must not disturb it.
         if not observed.has(item) or (not is_on and item["kind"] != "PersistentVolumeClaim"):
             plan.apply.append(item)
-    configuration = observed.find(config_map)
+    configuration = observed.find(foundation[0])
     if is_on and configuration is not None and _revision(configuration) != renderer.configuration_revision():
         plan.pending_change = "the spec has changed in a way that needs a restart of all pods"
     # An operator that has just started has not heard yet whether the experiment is about to end.
