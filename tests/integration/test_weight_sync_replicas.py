@@ -9,8 +9,6 @@ import pytest
 import pytest_asyncio
 
 from nexrl.errors import UnavailableError
-from nexrl.v1 import inference_service_pb2 as pb
-from nexrl.v1.inference_service_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from nexrl.weights.packing import snapshot
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl_weight_sync.replicas import ReplicaClients
@@ -19,18 +17,17 @@ from tests.support.weights import BUCKET_BYTES, example_tensors
 Call = Callable[[ReplicaClients, str], Awaitable[object]]
 
 
-class Silent(InferenceServiceServicer):
+class Silent(grpc.GenericRpcHandler):
+    """Has every method, and answers none."""
+
     def __init__(self) -> None:
         self.is_asked = asyncio.Event()
         self.address = ""
 
-    async def ReceiveWeights(self, request: object, context: object) -> pb.ReceiveWeightsResponse:
-        return await self._never()
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_unary_rpc_method_handler(self._never)
 
-    async def CommitWeights(self, request: object, context: object) -> pb.CommitWeightsResponse:
-        return await self._never()
-
-    async def _never(self) -> Any:
+    async def _never(self, request: object, context: object) -> None:
         self.is_asked.set()
         await asyncio.Event().wait()
 
@@ -47,7 +44,7 @@ def commit(clients: ReplicaClients, address: str) -> Awaitable[object]:
 @pytest_asyncio.fixture
 async def replica() -> AsyncIterator[Silent]:
     silent, server = Silent(), grpc.aio.server()
-    add_InferenceServiceServicer_to_server(silent, server)
+    server.add_generic_rpc_handlers((silent,))
     silent.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     yield silent
