@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from nexrl.k8s.api import CONFIG_MAP, Api, connect_cluster
@@ -25,12 +26,14 @@ class Proxy:
         self._passes = asyncio.Event()
         self._passes.set()
         self.connections = 0
+        self.port = 0
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator[int]:
-        """Its port, while the block runs."""
+    async def listening(self) -> AsyncIterator[None]:
+        """Listens on its port, while the block runs."""
         async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
-            yield server.sockets[0].getsockname()[1]
+            self.port = server.sockets[0].getsockname()[1]
+            yield
             self._passes.set()
             self.cut()
 
@@ -71,9 +74,9 @@ async def proxy(kubeconfig: Path, api: Api, tmp_path: Path, monkeypatch: pytest.
     found = re.search(r"https://127\.0\.0\.1:(\d+)", text)
     assert found is not None
     made = Proxy(int(found[1]))
-    async with made.listening() as port:
+    async with made.listening():
         path = tmp_path / "kubeconfig"
-        await asyncio.to_thread(path.write_text, text.replace(found[1], str(port)))
+        await asyncio.to_thread(path.write_text, text.replace(found[1], str(made.port)))
         monkeypatch.setenv("KUBECONFIG", str(path))
         yield made
 
@@ -127,6 +130,16 @@ async def test_a_connection_that_falls_silent_is_given_up(
         await asyncio.sleep(1.5)  # the silence itself; nothing is judged by it
         proxy.go_on()
         await until_known(cache, f"{label}-2")
+
+
+async def test_a_watch_that_is_left_keeps_no_connection_though_nobody_answers_on_it(api: Api, proxy: Proxy) -> None:
+    label = uuid4().hex[:8]
+    async with caching(label) as (cache, _):
+        await make(api, f"{label}-1", label)
+        await until_known(cache, f"{label}-1")
+        proxy.hang()
+    connections = await asyncio.to_thread(psutil.Process().net_connections, "tcp")
+    assert not [each for each in connections if each.raddr and each.raddr.port == proxy.port]
 
 
 async def test_what_was_deleted_while_a_watch_was_too_old_is_noticed_by_the_list(api: Api, proxy: Proxy) -> None:

@@ -194,7 +194,12 @@ class Api:
         async with response:
             if response.status >= 400:
                 raise _error(_status(await response.text(), response.status))
-            yield response
+            try:
+                yield response
+            finally:
+                # A watch that is left is broken off: the goodbyes of TLS take 30 s where nobody answers any more.
+                if response.connection and response.connection.transport:
+                    response.connection.transport.abort()
 
 
 @asynccontextmanager
