@@ -190,6 +190,17 @@ async def test_a_call_that_was_called_off_is_counted_as_such(tmp_path: Path) -> 
     assert handled("CANCELLED") == before + 1
 
 
+async def test_a_call_whose_work_is_given_up_by_the_service_is_answered_at_once(tmp_path: Path) -> None:
+    before = handled("UNAVAILABLE")
+    servicer = Servicer(raising(asyncio.CancelledError()))
+    async with running_service(tmp_path, serving(servicer)) as process, connect(process.address) as channel:
+        request = pb.StartValidationRequest(request_id="one")
+        with pytest.raises(grpc.aio.AioRpcError, match="given up") as arrived:
+            await ValidatorServiceStub(channel).StartValidation(request, timeout=60)
+    assert arrived.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert handled("UNAVAILABLE") == before + 1
+
+
 async def test_a_peer_that_is_away_is_waited_for_and_asked_again_with_the_same_request_id(tmp_path: Path) -> None:
     refusals = [UnavailableError("later"), UnavailableError("later")]
 

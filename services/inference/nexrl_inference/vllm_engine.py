@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nexrl.cancellation import is_called_off
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from nexrl.spec import ExperimentSpec
 from nexrl.weights.manifest import Manifest
@@ -77,8 +78,7 @@ class VllmEngine:
         try:
             completions = await asyncio.gather(*calls)
         except asyncio.CancelledError:
-            asking = asyncio.current_task()
-            if asking is None or asking.cancelling():
+            if is_called_off():
                 raise
             raise UnavailableError(NOT_WHOLE) from None  # it was cut off by `load`, not by who asked
         finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nexrl.activity import ActivityTracker
+from nexrl.cancellation import is_called_off
 from nexrl.client import RolloutClient
 from nexrl.errors import DeadlineExceededError, NexrlError
 from nexrl.rewards import RewardFailedError
@@ -173,8 +174,7 @@ class RolloutLoop:
                 raise
             raise DeadlineExceededError(f"no result after {self._limits.timeout_seconds:g} s") from error
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_called_off():
                 raise
             raise NexrlError("rollout cancelled itself") from error
 

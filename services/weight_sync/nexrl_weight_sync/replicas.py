@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
+from nexrl.cancellation import is_called_off
 from nexrl.errors import NexrlError, UnavailableError
 from nexrl.rpc.client import connect
 from nexrl.rpc.status import error_from_call
@@ -64,9 +65,7 @@ class ReplicaClients:
             return await method(request, timeout=self._timeout_seconds)
         except asyncio.CancelledError:
             # So gRPC ends a call whose channel is closed, too: that is the replica's failure, and not the caller's end.
-            task = asyncio.current_task()
-            assert task is not None
-            if self._is_closed or task.cancelling():
+            if self._is_closed or is_called_off():
                 raise
             raise UnavailableError("it left, or was put out, during the call") from None
         except grpc.aio.AioRpcError as rpc_error:

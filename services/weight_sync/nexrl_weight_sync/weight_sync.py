@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from nexrl.errors import NexrlError, NotFoundError, UnavailableError
+from nexrl.errors import NexrlError, NotFoundError
 from nexrl.weights.manifest import Manifest
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl_weight_sync import metrics
@@ -139,7 +139,7 @@ class WeightSync:
     async def commit(self, sync_id: str, *, transferred: bool) -> Outcome:
         """Verify, and commit on those that hold the version; a repeated call gives the same answer.
 
-        Raises NotFoundError for a sync that is neither on nor the last that was, UnavailableError if weight sync stops.
+        Raises NotFoundError for a sync that is neither on nor the last that was.
         """
         if sync_id not in self._commits:
             known = self._coordinator.outcome(sync_id)
@@ -149,13 +149,7 @@ class WeightSync:
             commit = asyncio.create_task(self._commit(sync_id, transferred))
             commit.add_done_callback(lambda _: self._commits.pop(sync_id))
             self._commits[sync_id] = commit
-        running = self._commits[sync_id]
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            if running.cancelled():  # gRPC would leave the trainer without an answer until its deadline
-                raise UnavailableError(f"sync {sync_id!r}: weight sync stopped during the commit") from None
-            raise
+        return await asyncio.shield(self._commits[sync_id])
 
     # The gate and validation.
 

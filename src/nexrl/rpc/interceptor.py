@@ -12,7 +12,8 @@ import grpc
 from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram
 
-from nexrl.errors import InvalidArgumentError, NexrlError, Violation
+from nexrl.cancellation import is_called_off
+from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError, Violation
 from nexrl.rpc.admission import Admission
 from nexrl.rpc.status import status_from_error
 
@@ -95,7 +96,14 @@ async def _edge(context: Context, service: str, method: str, admission: Admissio
     except NexrlError as error:
         code = error.status
         await _abort(context, error)
-    except (asyncio.CancelledError, GeneratorExit):  # by the client, its deadline, or the end of the drain
+    except asyncio.CancelledError:
+        if is_called_off():  # by the client, its deadline, or the end of the drain
+            code = "CANCELLED"
+            raise
+        # What the handler waited for was given up: gRPC would leave the caller without an answer until its deadline.
+        code = UnavailableError.status
+        await _abort(context, UnavailableError(f"{service}/{method} was given up by the service"))
+    except GeneratorExit:
         code = "CANCELLED"
         raise
     except Exception:
