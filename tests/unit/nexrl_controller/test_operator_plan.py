@@ -212,10 +212,10 @@ def test_a_finished_experiment_is_deleted_when_its_time_is_over() -> None:
 def test_an_ended_container_is_reported_and_a_drained_node_is_nobodys_failure() -> None:
     made = renderer()
     now = observed(made)
-    ended = {"exitCode": 137, "finishedAt": "2026-11-22T00:00:00Z", "message": "last words"}
+    ended = {"exitCode": 137, "finishedAt": "2026-11-22T00:00:00Z", "message": "last words\n", "reason": "OOMKilled"}
     failed = pod(made, "weight-sync", containerStatuses=[{"name": "nexrl", "lastState": {"terminated": ended}}])
     [report] = make_plan(replace(now, pods=[failed]), made).exits
-    assert (report.component, report.exit_code, report.log_tail) == ("x-weight-sync-0", -9, "last words")
+    assert (report.component, report.exit_code, report.log_tail) == ("x-weight-sync-0", -9, "last words\nOOMKilled")
     [job] = now.workloads("trainer")
     drained = pod(made, "trainer", conditions=[{"type": "DisruptionTarget", "status": "True"}])
     assert replace(now, pods=[drained]).is_disrupted(job)
@@ -233,6 +233,32 @@ def test_the_status_names_what_keeps_a_pod_from_running() -> None:
     ready = condition(new_status(replace(now, pods=[*now.pods, stuck]), made, Verdict()), "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "Unschedulable")
     assert "nvidia.com/gpu" in ready["message"]
+
+
+def test_the_status_says_when_the_pods_of_a_component_are_not_even_made() -> None:
+    made = renderer()
+    now = observed(made)
+    late = pod(made, "rollout", conditions=[])
+    others = [each for each in now.pods if each["metadata"]["name"] not in ("x-trainer-0", "x-rollout-0")]
+    message = condition(new_status(replace(now, pods=[*others, late]), made, Verdict()), "Ready")["message"]
+    assert message.startswith("waiting for trainer 0/1, rollout 0/1; no pod yet of trainer: `kubectl get events")
+
+
+def test_a_controller_that_cannot_run_leaves_its_last_words_in_the_status() -> None:
+    made = renderer(failurePolicy={"maxRestarts": 2})
+    ended = {"exitCode": 6, "reason": "Error", "message": "redis.url: nobody answers"}
+    waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s"}
+    container = {"name": "nexrl", "restartCount": 2, "lastState": {"terminated": ended}, "state": {"waiting": waiting}}
+    now = observed(made, running=("controller",), seen=None)
+    now = replace(now, pods=[pod(made, "controller", conditions=[], containerStatuses=[container])])
+    ready = condition(new_status(now, made, Verdict()), "Ready")
+    assert (ready["reason"], ready["message"].splitlines()[1]) == ("CrashLoopBackOff", "redis.url: nobody answers")
+    assert make_plan(now, made).failed is None
+    container["restartCount"] = 3
+    assert make_plan(now, made).failed == (
+        "RestartsExhausted",
+        "the controller ended 3 times. Last lines of its log:\nredis.url: nobody answers",
+    )
 
 
 def test_progress_is_written_every_ten_seconds_and_conditions_keep_their_time() -> None:

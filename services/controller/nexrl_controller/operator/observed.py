@@ -142,9 +142,10 @@ class Observed:
         """Whether a Job ended since its node was drained, or something more important took its place."""
         return job["metadata"]["name"] in self.disrupted or any(map(is_disrupted, self._pods_of(job)))
 
-    def controller_restarts(self) -> int:
-        """Restarts of the controller's container."""
-        return max((_container(pod).get("restartCount", 0) for pod in self.living("controller")), default=0)
+    def controller_ends(self) -> tuple[int, str]:
+        """How often the controller's container has ended, and its last words."""
+        containers = map(_container, self.living("controller"))
+        return max(((each.get("restartCount", 0), _last_words(each)) for each in containers), default=(0, ""))
 
     def trouble(self) -> Trouble | None:
         """The most telling reason why a pod does not run."""
@@ -256,7 +257,18 @@ def _container(pod: Object) -> Mapping[str, Any]:
 
 def _exit(request_id: str, component: str, ended: Mapping[str, Any]) -> Exit:
     code = int(ended.get("exitCode", 0))
-    return Exit(request_id, component, 128 - code if code > 128 else code, str(ended.get("message", ""))[-4000:])
+    return Exit(request_id, component, 128 - code if code > 128 else code, _words(ended))
+
+
+def _last_words(container: Mapping[str, Any]) -> str:
+    return _words(container.get("lastState", {}).get("terminated") or {})
+
+
+def _words(ended: Mapping[str, Any]) -> str:
+    """The end of a container's log, and what the kubelet says where it is more than the exit code: OOMKilled."""
+    reason = str(ended.get("reason", ""))
+    said = str(ended.get("message", "")).strip()[-4000:]
+    return "\n".join(filter(None, [said, "" if reason in ("Completed", "Error") else reason]))
 
 
 def _trouble(pod: Object) -> Trouble | None:
@@ -264,8 +276,10 @@ def _trouble(pod: Object) -> Trouble | None:
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return Trouble(scheduled.get("reason", "Unschedulable"), f"pod {name}: {scheduled.get('message', '')}")
-    waiting = _container(pod).get("state", {}).get("waiting", {})
+    container = _container(pod)
+    waiting = container.get("state", {}).get("waiting", {})
     reason = waiting.get("reason", "")
     if reason in _HOPELESS:
-        return Trouble(reason, f"pod {name} {_HOPELESS[reason]}: {waiting.get('message', '')}")
+        told = [f"pod {name} {_HOPELESS[reason]}: {waiting.get('message', '')}", _last_words(container)]
+        return Trouble(reason, "\n".join(filter(None, told)))
     return None

@@ -164,8 +164,9 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
         trouble = observed.trouble()
         why = f": {trouble.message}" if trouble else ""
         return "StartupDeadlineExceeded", f"it did not train within {limit} s, spec.startupDeadlineSeconds{why}"
-    if observed.controller_restarts() > spec.failure_policy.max_restarts:
-        return "RestartsExhausted", f"the controller ended {observed.controller_restarts()} times; see its log"
+    ends, last_words = observed.controller_ends()
+    if ends > spec.failure_policy.max_restarts:
+        return "RestartsExhausted", f"the controller ended {ends} times. Last lines of its log:\n{last_words}"
     return None
 
 

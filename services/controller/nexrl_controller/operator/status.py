@@ -186,11 +186,17 @@ def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: 
     if trouble is not None:
         return "Ready", "False", trouble.reason, trouble.message
     if missing:
-        return "Ready", "False", "PodsNotReady", f"waiting for {', '.join(missing)}"
+        return "Ready", "False", "PodsNotReady", f"waiting for {', '.join(missing)}{_unmade(observed, missing)}"
     if seen is None:
         return "Ready", "False", "ControllerNotSeen", "the controller has not answered yet"
     is_on = seen.phase in ("Running", "Validating")
     return "Ready", _word(is_on), seen.reason or seen.phase, seen.message or seen.phase
+
+
+def _unmade(observed: Observed, missing: Sequence[str]) -> str:
+    names = [name for name in (each.split()[0] for each in missing) if not observed.living(name)]
+    told = "`kubectl get events --field-selector reason=FailedCreate` tells why, if it stays so"
+    return f"; no pod yet of {', '.join(names)}: {told}" if names else ""
 
 
 def _stalled(observed: Observed, verdict: Verdict) -> _Condition:
