@@ -2,7 +2,7 @@
 
 import pytest
 
-from nexrl.errors import CheckFailedError, InvalidArgumentError, NotFoundError
+from nexrl.errors import CheckFailedError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from nexrl.k8s import commands
 from nexrl.k8s.api import EXPERIMENT, Api
 from nexrl.k8s.commands import Target
@@ -10,6 +10,7 @@ from nexrl_controller.events import VersionCommitted
 from tests.envtest.test_operator import kubelet, namespace, operating, until_condition, until_phase
 from tests.support.kubelet import Kubelet, Services, experiment_object
 
+LONG_AGO = "2026-01-01T00:00:00Z"
 __all__ = ["kubelet", "namespace"]  # fixtures
 
 
@@ -46,3 +47,20 @@ async def test_an_unbalanced_ledger_is_an_error(api: Api, namespace: str) -> Non
     await api.request("PATCH", path, body=status, content_type="application/merge-patch+json")
     with pytest.raises(CheckFailedError):
         await commands.print_audit(Target("off", namespace))
+
+
+async def test_what_is_over_is_neither_suspended_nor_resumed(api: Api, namespace: str) -> None:
+    await api.create(experiment_object("over", namespace))
+    failed = {
+        "type": "Failed",
+        "status": "True",
+        "reason": "Stopped",
+        "message": "by hand",
+        "lastTransitionTime": LONG_AGO,
+    }
+    status = {"phase": "Failed", "observedGeneration": 9, "conditions": [failed]}
+    path = EXPERIMENT.path(namespace, "over", "status")
+    await api.request("PATCH", path, body={"status": status}, content_type="application/merge-patch+json")
+    for is_suspended in (True, False):
+        with pytest.raises(FailedPreconditionError, match=r"it is over \(Failed, Stopped: by hand\)"):
+            await commands.suspend(Target("over", namespace), is_suspended=is_suspended)

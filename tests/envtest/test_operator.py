@@ -24,6 +24,7 @@ from nexrl.k8s.api import (
 )
 from nexrl.store import connect_redis, key_prefix
 from nexrl_controller.events import VersionCommitted
+from nexrl_controller.operator import reconciler as reconciler_module
 from nexrl_controller.operator.observed import owner_uid
 from nexrl_controller.operator.server import Operator
 from tests.support.eventually import eventually
@@ -303,8 +304,9 @@ async def test_what_has_a_name_that_it_needs_stays_untouched(api: Api, namespace
 
 
 async def test_a_start_that_takes_too_long_fails_and_says_what_was_missing(
-    api: Api, namespace: str, kubelet: Kubelet
+    api: Api, namespace: str, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reconciler_module, "AUDITING_SECONDS", 1.0)
     kubelet.is_ready = False
     services, document = Services(), experiment_object("seven", namespace, startupDeadlineSeconds=2)
     async with services.serving(document), operating(api, namespace, services):
@@ -313,6 +315,30 @@ async def test_a_start_that_takes_too_long_fails_and_says_what_was_missing(
         failed = await condition(api, namespace, "seven", "Failed")
         assert failed["reason"] == "StartupDeadlineExceeded"
         await until_gone(api, namespace)
+        found = await api.get(EXPERIMENT, namespace, "seven")
+        assert found is not None
+        assert found["status"]["audit"] == {"request": "final", "problem": "no pod of the trajectory pool is ready"}
+
+
+async def test_a_change_that_is_refused_keeps_the_trainer_from_nothing(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("ten", namespace)
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await api.apply(document, manager="test")
+        await until_phase(api, namespace, "ten", "Starting")
+        await controller.apply(VersionCommitted(0))
+        await until_phase(api, namespace, "ten", "Running")
+        wrong = {"spec": {"containers": [{"name": "nexrl", "resources": {"limits": {"cpu": "many"}}}]}}
+        await api.merge(EXPERIMENT, namespace, "ten", {"spec": {"rollout": {"template": wrong}}})
+        await until_condition(api, namespace, "ten", "Accepted", "False")
+        await kubelet.fail("ten-trainer-1-0", 137, "killed")
+
+        async def is_second() -> bool:
+            return await api.get(JOB, namespace, "ten-trainer-2") is not None
+
+        await eventually(is_second)
+        assert (await condition(api, namespace, "ten", "Accepted"))["reason"] == "InvalidTemplate"
 
 
 async def test_a_finished_experiment_goes_when_its_time_is_over(api: Api, namespace: str, kubelet: Kubelet) -> None:
@@ -347,30 +373,6 @@ async def test_the_keys_of_a_deleted_experiment_get_an_end(api: Api, namespace: 
 
             await eventually(ends)
             assert await redis.ttl(f"{key_prefix('other', 'default')}x") == -1
-
-
-async def test_the_second_operator_waits_for_the_lease(api: Api, namespace: str) -> None:
-    services = Services()
-    async with operating(api, namespace, services) as first:
-        await eventually(_leads(first))
-        async with operating(api, namespace, services, pod_name="operator-1") as second:
-            await eventually(_is_synced(second))
-            assert not second.election.is_leader
-            assert second.is_ready()
-
-
-def _leads(operator: Operator) -> Any:
-    async def leads() -> bool:
-        return operator.election.is_leader
-
-    return leads
-
-
-def _is_synced(operator: Operator) -> Any:
-    async def is_synced() -> bool:
-        return operator.is_ready()
-
-    return is_synced
 
 
 async def test_what_has_been_made_again_is_not_deleted_for_what_it_was(api: Api, namespace: str) -> None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from nexrl.k8s.api import CONFIG_MAP, Api, connect_cluster
+from nexrl.k8s.api import CONFIG_MAP, Api, Object, connect_cluster
 from nexrl_controller.operator import cache as cache_module
 from nexrl_controller.operator.cache import Cache
 from tests.support.eventually import eventually
@@ -93,9 +93,9 @@ async def caching(label: str) -> AsyncIterator[tuple[Cache, list[str]]]:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def make(api: Api, name: str, label: str) -> None:
+async def make(api: Api, name: str, label: str) -> Object:
     metadata = {"name": name, "namespace": "default", "labels": {"test": label}}
-    await api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
+    return await api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
 
 
 async def until_known(cache: Cache, name: str, *, is_there: bool = True) -> None:
@@ -153,6 +153,27 @@ async def test_what_was_deleted_while_a_watch_was_too_old_is_noticed_by_the_list
         proxy.go_on()
         await until_known(cache, f"{label}-1", is_there=False)
         assert heard.count(f"{label}-1") == 2
+
+
+async def test_what_a_watch_brings_late_undoes_no_answer_of_a_write(api: Api, proxy: Proxy) -> None:
+    label = uuid4().hex[:8]
+    name = f"{label}-1"
+    async with caching(label) as (cache, heard):
+        made = await make(api, name, label)
+        await until_known(cache, name)
+        proxy.hang()
+        await api.merge(CONFIG_MAP, "default", name, {"data": {"number": "1"}})
+        newest = await api.merge(CONFIG_MAP, "default", name, {"data": {"number": "2"}})
+        cache.note(newest)
+        cache._on_change = lambda item: heard.append(cache.get("default", name)["data"]["number"])  # type: ignore[index]
+        proxy.go_on()
+        await make(api, f"{label}-2", label)
+        await until_known(cache, f"{label}-2")
+        assert heard == [name, "2", "2", "2"]
+        await api.delete(CONFIG_MAP, "default", name)
+        await until_known(cache, name, is_there=False)
+        cache.note(made)  # an answer that comes after the end of what it tells of
+        assert cache.get("default", name) is None
 
 
 async def test_a_quiet_cluster_is_asked_nothing(api: Api, proxy: Proxy) -> None:

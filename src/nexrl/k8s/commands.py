@@ -97,11 +97,18 @@ async def print_logs(target: Target, component: str, *, follows: bool) -> None:
 
 
 async def suspend(target: Target, *, is_suspended: bool) -> None:
-    """Set spec.suspend, and wait until no pod is left, or until it trains."""
+    """Set spec.suspend, and wait until no pod is left, or until it trains. Raises FailedPreconditionError when it is
+    over."""
     async with _cluster(target.namespace) as (api, namespace):
         await api.merge(EXPERIMENT, namespace, target.name, {"spec": {"suspend": is_suspended}})
         wanted = "Suspended" if is_suspended else "Running"
-        await _until(api, namespace, target.name, lambda status: status.get("phase") in (wanted, "Succeeded", "Failed"))
+        ends = wanted, "Succeeded", "Failed"
+        status = await _until(api, namespace, target.name, lambda status: status.get("phase") in ends)
+    if status["phase"] != wanted:
+        told = [
+            f"{each['reason']}: {each['message']}" for each in status.get("conditions", []) if each["type"] == "Failed"
+        ]
+        raise FailedPreconditionError(f"{target.name}: it is over ({', '.join([status['phase'], *told])})")
     _say(f"{target.name}: {'suspended; nexrl resume goes on' if is_suspended else 'running again'}")
 
 

@@ -73,6 +73,7 @@ STATUS_SCHEMA: dict[str, Any] = {
             "x-kubernetes-list-map-keys": ["type"],
         },
         "startTime": {**_TIME, "description": "When it started, or was resumed last."},
+        "trainingTime": {**_TIME, "description": "When it was Running first since then."},
         "completionTime": {**_TIME, "description": "When it became Complete or Failed."},
         "restarts": {**_COUNT, "description": "Restarts of components so far."},
         "trainerAttempt": {**_COUNT, "description": "Number of the newest trainer Job."},

@@ -184,20 +184,42 @@ def test_the_controller_stays_until_the_status_says_how_it_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "seen", "reason"),
+    ("limits", "running", "before", "reason"),
     [
-        ({"activeDeadlineSeconds": 100}, RUNNING, "DeadlineExceeded"),
-        ({"startupDeadlineSeconds": 100}, None, "StartupDeadlineExceeded"),
-        ({"startupDeadlineSeconds": 100}, RUNNING, None),
-        ({"activeDeadlineSeconds": 101}, RUNNING, None),
+        ({"activeDeadlineSeconds": 100}, ALL, {}, "DeadlineExceeded"),
+        ({"activeDeadlineSeconds": 101}, ALL, {}, None),
+        ({"startupDeadlineSeconds": 100}, ("controller",), {}, "StartupDeadlineExceeded"),  # resumed, but no trainer
+        ({"startupDeadlineSeconds": 101}, ALL, {}, None),
+        ({"startupDeadlineSeconds": 100}, ("controller",), {"trainingTime": rfc3339(NOW - 50)}, None),  # it was evicted
     ],
 )
-def test_deadlines_count_from_the_start(limits: Object, seen: Seen | None, reason: str | None) -> None:
+def test_deadlines_count_from_the_start(
+    limits: Object, running: tuple[str, ...], before: Object, reason: str | None
+) -> None:
     made = renderer(**limits)
-    plan = make_plan(observed(made, seen=seen), made)
+    plan = make_plan(observed(made, running=running, **before), made)
     assert (plan.failed[0] if plan.failed else None) == reason
     if reason is None and "activeDeadlineSeconds" in limits:
         assert plan.again_in == 1
+
+
+def test_the_time_of_training_is_that_of_the_first_step_since_the_last_pause() -> None:
+    made = renderer()
+    resumed = new_status(observed(made, running=("controller",)), made, Verdict())
+    assert (resumed["phase"], "trainingTime" in resumed) == ("Starting", False)
+    trained = new_status(observed(made, **resumed), made, Verdict())
+    assert (trained["phase"], trained["trainingTime"]) == ("Running", rfc3339(NOW))
+    evicted = replace(observed(made, running=("controller",), **trained), now=NOW + 9)
+    assert new_status(evicted, made, Verdict())["trainingTime"] == rfc3339(NOW)
+    paused = renderer(suspend=True)
+    assert "trainingTime" not in new_status(observed(paused, running=(), **trained), paused, Verdict())
+
+
+def test_an_operator_that_has_just_started_says_nothing_else_than_the_one_before() -> None:
+    made = renderer()
+    before = new_status(observed(made), made, Verdict())
+    deaf = new_status(observed(made, seen=None, **before), made, Verdict())
+    assert (deaf["phase"], deaf["trainingTime"]) == ("Running", before["trainingTime"])
 
 
 def test_a_finished_experiment_is_deleted_when_its_time_is_over() -> None:

@@ -49,7 +49,7 @@ def reconciler(tmp_path: Path, *items: Object) -> Reconciler:
 
 def resource(**metadata: Any) -> Object:
     made = experiment_object("x", "rl")
-    return made | {"metadata": {**made["metadata"], "uid": OWN.uid, **metadata}}
+    return made | {"metadata": {**made["metadata"], "uid": OWN.uid, "resourceVersion": "1", **metadata}}
 
 
 def secret(*owners: Object) -> Object:

@@ -57,8 +57,9 @@ class Cache:
 
     def note(self, item: Object) -> None:
         """What a write of ours has answered is newer than what the watch has brought so far."""
-        known = self.get(*_key(item))
-        if known is None or known["metadata"].get("uid") != item["metadata"].get("uid") or _is_newer(item, known):
+        known = self._items.get(_key(item))
+        has_gone = known is None and _version(item) <= int(self._version or 0)  # the watch has brought that already
+        if not has_gone and not _is_older(item, known):
             self._items[_key(item)] = item
 
     async def run(self, api: Api) -> None:
@@ -88,7 +89,8 @@ class Cache:
             page = await api.list(self.kind, self._namespace, **query)
             for item in page["items"]:
                 item |= {"apiVersion": self.kind.api_version, "kind": self.kind.kind}
-                found[_key(item)] = item
+                known = self._items.get(_key(item))
+                found[_key(item)] = known if known and _is_older(item, known) else item
             if not (token := page["metadata"].get("continue")):
                 break
             query["continue"] = token
@@ -111,10 +113,10 @@ class Cache:
         )
         async for event, item in events:
             self.heard_seconds = time.monotonic()
-            if event == "DELETED":
+            if event == "DELETED" and not _is_older(item, self._items.get(_key(item))):
                 self._items.pop(_key(item), None)
-            elif event != "BOOKMARK":
-                self._items[_key(item)] = item
+            elif event not in ("DELETED", "BOOKMARK"):
+                self.note(item)  # a watch that goes on from before a write of ours brings what was before it, too
             if event != "BOOKMARK":
                 self._on_change(item)
             self._version = str(item["metadata"]["resourceVersion"])
@@ -128,6 +130,10 @@ def _is_same(known: Object | None, item: Object) -> bool:
     return known is not None and known["metadata"]["resourceVersion"] == item["metadata"]["resourceVersion"]
 
 
-def _is_newer(item: Object, known: Object) -> bool:
-    # Versions of one object grow, since Kubernetes 1.35 by contract.
-    return int(item["metadata"]["resourceVersion"]) > int(known["metadata"]["resourceVersion"])
+def _is_older(item: Object, known: Object | None) -> bool:
+    # Versions of objects of one kind grow, since Kubernetes 1.35 by contract.
+    return known is not None and _version(item) < _version(known)
+
+
+def _version(item: Object) -> int:
+    return int(item["metadata"]["resourceVersion"])

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 
@@ -34,6 +34,8 @@ class Election:
         self._deployment = deployment
         self._seen: tuple[str, float] = ("", 0.0)
         """The Lease's version, and when it was seen first: the clocks of two machines are never compared."""
+        self._renewed_seconds = 0.0
+        """When the newest request was sent that the Lease is ours by: to others, it is as old as that."""
         self.is_leader = False
 
     async def win(self) -> None:
@@ -47,15 +49,10 @@ class Election:
 
     async def keep(self) -> None:
         """Renew, for as long as the task lives. Raises LeadershipLostError."""
-        renewed = time.monotonic()
         while True:
             await asyncio.sleep(RETRY_SECONDS)
-            asked = time.monotonic()
-            if await self._try():
-                renewed = asked  # to others, the Lease is as old as the request, not as its answer
-            elif time.monotonic() - renewed > RENEW_SECONDS:
-                self.is_leader = False
-                raise LeadershipLostError(f"the Lease {self._name} could not be renewed for {RENEW_SECONDS:g} s")
+            if not await self._try() and time.monotonic() - self._renewed_seconds > RENEW_SECONDS:
+                self._lose(f"it could not be renewed for {RENEW_SECONDS:g} s")
 
     async def release(self) -> None:
         """Let another one lead at once."""
@@ -70,9 +67,13 @@ class Election:
             log.warning("the Lease ends by itself: %s", error)
 
     async def _try(self) -> bool:
+        asked = time.monotonic()
         try:
             async with asyncio.timeout(RENEW_SECONDS / 2):
-                return await self._take()
+                if not await self._take():
+                    return False
+            self._renewed_seconds = asked
+            return True
         except (ApiError, aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             log.warning("Lease: %s", str(error) or type(error).__name__)
             return False
@@ -88,7 +89,9 @@ class Election:
             return True
         spec, version = found["spec"], found["metadata"]["resourceVersion"]
         is_mine = spec.get("holderIdentity") == self._holder
-        if not is_mine and spec.get("holderIdentity"):
+        if not is_mine and (holder := spec.get("holderIdentity")):
+            if self.is_leader:
+                self._lose(f"{holder} holds it")
             if version != self._seen[0]:
                 self._seen = version, time.monotonic()
             if time.monotonic() - self._seen[1] <= spec.get("leaseDurationSeconds", LEASE_SECONDS):
@@ -99,6 +102,10 @@ class Election:
         # It has the version that was read: of two that take it, one is refused.
         await self._api.replace(found | {"metadata": metadata, "spec": self._spec(acquired or _now(), transitions)})
         return True
+
+    def _lose(self, why: str) -> NoReturn:
+        self.is_leader = False
+        raise LeadershipLostError(f"the Lease {self._name}: {why}")
 
     async def _owners(self) -> list[dict[str, Any]]:
         """A Lease left by a release that is gone would tell of a holder that nobody knows."""

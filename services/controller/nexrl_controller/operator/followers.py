@@ -25,6 +25,7 @@ CALL_SECONDS = 10.0
 AUDIT_SECONDS = 60.0
 WATCH_SECONDS = 300.0
 RETRY_SECONDS = 1.0
+AGAIN_SECONDS = 10.0
 IN_FLIGHT = ("open", "leased", "grouping", "ready", "batched")
 
 
@@ -137,6 +138,9 @@ class Followers:
             except grpc.aio.AioRpcError as error:
                 log.info("%s/%s: its controller: %s", *key, error.details())
                 await asyncio.sleep(RETRY_SECONDS)
+            except Exception:  # one of another version may say what this one cannot read
+                log.exception("%s/%s: its controller", *key)
+                await asyncio.sleep(AGAIN_SECONDS)
 
 
 def _news(seen: Seen | None) -> Seen | None:

@@ -171,9 +171,8 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
 
 
 def has_trained(observed: Observed) -> bool:
-    """Whether it has been Running since it started, or was resumed."""
-    running = observed.status.get("phase") in ("Running", "Restarting", "Stopping")
-    return running or (observed.seen is not None and observed.seen.phase in ("Running", "Validating"))
+    """Whether it has been Running since it started, or was resumed: its controller alone says so too early then."""
+    return "trainingTime" in observed.status or observed.status.get("phase") == "Running"
 
 
 def _next_deadline(observed: Observed, renderer: Renderer) -> float | None:

@@ -51,7 +51,7 @@ from nexrl_controller.operator.observed import (
 from nexrl_controller.operator.plan import PREDECESSOR_SECONDS, Plan, Stage, make_plan
 from nexrl_controller.operator.queueing import QUEUE_LABEL, admitted_counts, flavors_of, placed, queue_of
 from nexrl_controller.operator.settings import OperatorSettings
-from nexrl_controller.operator.status import PROGRESS_SECONDS, Verdict, new_status, rejected
+from nexrl_controller.operator.status import ACCEPTED, PROGRESS_SECONDS, Verdict, new_status, rejected
 from nexrl_controller.operator.work_queue import Key, WorkQueue
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ MANAGER = "nexrl.dev/experiment-controller"
 OWNED = (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB, POD)
 MAX_PROBLEM = 500
 RETRY_SECONDS = 2.0
-MAX_AUDITS = 5
-"""A pool that has not answered this often does not come up any more."""
+AUDITING_SECONDS = 30.0
+"""A pool that has not answered for this long does not come up any more."""
 REFUSED_SECONDS = 60.0
 """Time until what the API server has refused is tried again."""
 
@@ -98,7 +98,8 @@ class Reconciler:
         """The ledgers of experiments in the release's Redis."""
         self._shown: dict[Key, str] = {}
         self._disrupted: dict[Key, set[str]] = {}
-        self._failed_audits: dict[Key, int] = {}
+        self._audited_from: dict[Key, float] = {}
+        """When the first try of a count failed."""
         self._identified: dict[Key, float] = {}
         """When the Secrets of an experiment were looked at last."""
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
@@ -123,7 +124,7 @@ class Reconciler:
         except (NexrlError, aiohttp.ClientError, OSError) as error:
             is_conflict = isinstance(error, ApiError) and error.code in (404, 409)
             log.log(logging.INFO if is_conflict else logging.WARNING, "%s/%s: %s", *key, str(error) or repr(error))
-            RECONCILED.labels("error").inc()
+            RECONCILED.labels("conflict" if is_conflict else "error").inc()
             return False
         except Exception:  # what one experiment brings up must not keep the operator from the others
             log.exception("%s/%s", *key)
@@ -201,6 +202,7 @@ class Reconciler:
             await self._followers.drop(key)
 
     async def _act(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> Verdict:
+        refusal = None
         try:
             if plan.stage is Stage.RUN:
                 await self._place(observed, plan.apply)
@@ -213,21 +215,24 @@ class Reconciler:
             for item in plan.delete:
                 await self._delete(item)
         except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
-            return _refused(plan, error)
+            refusal = _refusal(plan, error)  # of a change, maybe: what runs is looked after all the same
         if self._followers.is_following(key) and observed.ready("controller"):
             try:
                 await self._converse(key, observed, renderer, plan)
             except NameTakenError as error:
-                return _refused(plan, error)
+                refusal = _refusal(plan, error)
             except NexrlError as error:  # one that is away for a moment; the status tells of all else meanwhile
                 log.info("%s/%s: its controller: %s", *key, error)
                 plan.again_in = RETRY_SECONDS
+        reason, message = refusal or ACCEPTED
         return Verdict(
+            reason,
+            message,
             failed=plan.failed,
             queue=queue_of(observed.resource),
             is_queued=plan.stage is Stage.QUEUE,
             pending_change=plan.pending_change,
-            audit=await self._audit(key, plan) if plan.audit else None,
+            audit=await self._audit(key, observed, plan) if plan.audit else None,
         )
 
     def _require_kueue(self) -> None:
@@ -279,6 +284,11 @@ class Reconciler:
             for item in secrets:
                 await self._api.apply(item)
             self._identified[key] = observed.now
+        for item, replicas in plan.scale:
+            metadata, patch = item["metadata"], {"spec": {"replicas": replicas}}
+            changed = await self._api.merge(KINDS[item["kind"]], metadata["namespace"], metadata["name"], patch)
+            self._note(changed)
+            await self._event(observed, "Normal", "Scaled", f"{metadata['name']} has {replicas} replicas")
         # All or nothing: what one template has wrong is not to be found with the others running.
         for item in plan.apply:
             await self._api.apply(item, dry_run=True)
@@ -288,11 +298,6 @@ class Reconciler:
                 await self._event(
                     observed, "Normal", f"Created{item['kind']}", f"{item['metadata']['name']} is applied"
                 )
-        for item, replicas in plan.scale:
-            metadata, patch = item["metadata"], {"spec": {"replicas": replicas}}
-            changed = await self._api.merge(KINDS[item["kind"]], metadata["namespace"], metadata["name"], patch)
-            self._note(changed)
-            await self._event(observed, "Normal", "Scaled", f"{metadata['name']} has {replicas} replicas")
 
     async def _converse(self, key: Key, observed: Observed, renderer: Renderer, plan: Plan) -> None:
         """Tell the experiment's controller what has ended, and ask it what is to start again."""
@@ -329,17 +334,18 @@ class Reconciler:
             observed, "Warning", "GangRestarted", f"{job['metadata']['name']} ended; {item['metadata']['name']} goes on"
         )
 
-    async def _audit(self, key: Key, plan: Plan) -> Mapping[str, int | str] | None:
+    async def _audit(self, key: Key, observed: Observed, plan: Plan) -> Mapping[str, int | str] | None:
         """The count of the ledger, or why there is none; None when it is to be tried again."""
         try:
+            if not observed.ready("trajectory-pool"):  # not to be waited for here: others wait for this worker
+                raise UnavailableError("no pod of the trajectory pool is ready")
             counts: Mapping[str, int | str] = await self._followers.audit(key)
         except NexrlError as error:
-            self._failed_audits[key] = self._failed_audits.get(key, 0) + 1
-            if self._failed_audits[key] < MAX_AUDITS:
+            if observed.now - self._audited_from.setdefault(key, observed.now) < AUDITING_SECONDS:
                 plan.again_in = RETRY_SECONDS
                 return None
             counts = {"problem": error.message[:MAX_PROBLEM]}
-        self._failed_audits.pop(key, None)
+        self._audited_from.pop(key, None)
         return {"request": plan.audit, **counts}
 
     async def _delete(self, item: Object) -> None:
@@ -358,7 +364,8 @@ class Reconciler:
         item = {
             "apiVersion": EXPERIMENT.api_version,
             "kind": EXPERIMENT.kind,
-            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
+            # Of what is no longer as it was seen, the status may be wrong: the API server refuses it.
+            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")},
             "status": status,
         }
         self.experiments.note(await self._api.apply(item, subresource="status"))
@@ -393,7 +400,7 @@ class Reconciler:
         await self._followers.drop(key)
         self._queue.forget(key)
         self._disrupted.pop(key, None)
-        self._failed_audits.pop(key, None)
+        self._audited_from.pop(key, None)
         self._identified.pop(key, None)
         if (shown := self._shown.pop(key, None)) is not None:
             PHASES.remove(*key, shown)
@@ -425,17 +432,17 @@ class Reconciler:
             self._children.pop(key, None)
 
 
-def _refused(plan: Plan, error: NexrlError) -> Verdict:
-    """The verdict on what the API server, or we, refuse; raises the error again when it may pass."""
-    reason = _refusal(error)
+def _refusal(plan: Plan, error: NexrlError) -> tuple[str, str]:
+    """Reason and message for what the API server, or we, refuse; raises the error again when it may pass."""
+    reason = _reason(error)
     if reason is None:
         raise error
     # A quota may be wider by then, a Secret there; or a deadline is over.
     plan.again_in = min(REFUSED_SECONDS, plan.again_in or REFUSED_SECONDS)
-    return Verdict(accepted=reason, accepted_message=error.message, failed=plan.failed)
+    return reason, error.message
 
 
-def _refusal(error: NexrlError) -> str | None:
+def _reason(error: NexrlError) -> str | None:
     """The reason for which an experiment is not accepted; None for an error that may pass."""
     if isinstance(error, NameTakenError):
         return "NameTaken"

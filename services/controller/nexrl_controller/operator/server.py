@@ -70,10 +70,10 @@ class Operator:
                     await cache.synced.wait()
                 await self.election.win()
                 LEADER.set(1)
-                await self.identity.begin()
-                tasks.create_task(self._renew_identity())
                 # A worker that crashes takes the process with it, and so does the loss of the Lease: no zombie leads.
                 tasks.create_task(self.election.keep())
+                await self.identity.begin()
+                tasks.create_task(self._renew_identity())
                 for item in self.reconciler.experiments:
                     self.queue.add((item["metadata"]["namespace"], item["metadata"]["name"]))
                 for _ in range(WORKERS):

@@ -21,15 +21,16 @@ SHOWN_METRICS = (
     *("truncated_fraction", "zero_variance_group_fraction", "val/reward", "val/exact"),
 )
 MAX_MESSAGE = 4000
+ACCEPTED = "Accepted", "the experiment can be run"
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the reconciler has decided, besides what can be seen."""
 
-    accepted: str = "Accepted"
+    accepted: str = ACCEPTED[0]
     """Reason of the condition Accepted; anything else than 'Accepted' makes it false."""
-    accepted_message: str = "the experiment can be run"
+    accepted_message: str = ACCEPTED[1]
     failed: tuple[str, str] | None = None
     """Reason and message of a failure that the operator has found."""
     queue: str = ""
@@ -71,6 +72,8 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
     spec, old = renderer.experiment.spec, observed.status
     conditions = _stamped(_conditions(observed, renderer, verdict), observed)
     by_type = {each["type"]: each for each in conditions}
+    is_queued = verdict.is_queued and not observed.living(*BY_NAME)
+    now = "Queued" if is_queued else phase(observed, spec, by_type)
     rollout = {
         "replicas": len(observed.living("rollout")),
         "readyReplicas": observed.ready("rollout"),
@@ -78,7 +81,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
     }
     status: dict[str, Any] = {
         "observedGeneration": observed.resource["metadata"].get("generation", 0),
-        "phase": "Queued" if verdict.is_queued and not observed.living(*BY_NAME) else phase(observed, spec, by_type),
+        "phase": now,
         "conditions": conditions,
         "restarts": max(observed.seen.restarts if observed.seen else 0, old.get("restarts", 0)),
         "trainerAttempt": max([old.get("trainerAttempt", 0), *map(attempt_of, observed.workloads("trainer"))]),
@@ -95,7 +98,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
     }
     return (
         status
-        | _times(observed, spec.suspend or verdict.is_queued, by_type)
+        | _times(observed, now, spec.suspend or verdict.is_queued, by_type)
         | _progress(observed)
         | _audit(observed, verdict)
     )
@@ -113,7 +116,9 @@ def phase(observed: Observed, spec: ExperimentSpec, conditions: Mapping[str, Map
         return "Failed"
     if spec.suspend:
         return "Suspended" if holds("Suspended") else "Suspending"
-    seen = observed.seen
+    seen, old = observed.seen, str(observed.status.get("phase", ""))
+    if seen is None and old in ("Running", "Restarting", "Stopping") and observed.workloads("controller"):
+        return old  # an operator that has just started has not heard yet
     if seen is None:
         return "Starting" if observed.pods else "Pending"
     if seen.is_ending:
@@ -220,10 +225,14 @@ def _outcome(observed: Observed, verdict: Verdict) -> Iterator[_Condition]:
         yield "Complete" if seen.phase == "Succeeded" else "Failed", "True", seen.reason or seen.phase, seen.message
 
 
-def _times(observed: Observed, is_resting: bool, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _times(
+    observed: Observed, phase: str, is_resting: bool, conditions: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     old, times = observed.status, {}
     if not is_resting or is_finished(old):
         times["startTime"] = old.get("startTime") or rfc3339(observed.now)
+        if phase == "Running" or "trainingTime" in old:
+            times["trainingTime"] = old.get("trainingTime") or rfc3339(observed.now)
     if any(conditions.get(kind, {}).get("status") == "True" for kind in ("Complete", "Failed")):
         times["completionTime"] = old.get("completionTime") or rfc3339(observed.now)
     return times

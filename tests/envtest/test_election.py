@@ -1,0 +1,110 @@
+"""Of several operators one leads, and it knows when it does no more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+import aiohttp
+import pytest
+
+from nexrl.k8s.api import LEASE, Api, Object
+from nexrl_controller.operator import election as election_module
+from nexrl_controller.operator.election import Election, LeadershipLostError
+from tests.envtest.test_operator import namespace, operating
+from tests.support.eventually import eventually
+from tests.support.kubelet import Services
+
+__all__ = ["namespace"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(election_module, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(election_module, "RENEW_SECONDS", 1.0)
+    monkeypatch.setattr(election_module, "LEASE_SECONDS", 2)
+
+
+@pytest.fixture
+def lease() -> str:
+    """A name that no other test takes."""
+    return f"lease-{uuid4().hex[:8]}"
+
+
+@asynccontextmanager
+async def candidate(api: Api, lease: str, holder: str) -> AsyncIterator[Election]:
+    """One that wins as soon as it can."""
+    election = Election(api, "default", lease, holder)
+    winning = asyncio.create_task(election.win())
+    try:
+        yield election
+    finally:
+        winning.cancel()
+        await asyncio.gather(winning, return_exceptions=True)
+
+
+async def until_leading(election: Election) -> None:
+    async def leads() -> bool:
+        return election.is_leader
+
+    await eventually(leads)
+
+
+async def until_it_has_tried(election: Election) -> None:
+    async def has_seen_another() -> bool:
+        return bool(election._seen[0])
+
+    await eventually(has_seen_another)
+
+
+async def test_the_second_operator_is_ready_and_leads_when_the_first_ends(api: Api, namespace: str) -> None:
+    services = Services()
+    async with operating(api, namespace, services, pod_name="operator-1") as first:
+        await until_leading(first.election)
+        async with operating(api, namespace, services, pod_name="operator-2") as second:
+            await until_it_has_tried(second.election)
+            assert second.is_ready()
+            assert not second.election.is_leader
+            await first.election.release()
+            await until_leading(second.election)
+
+
+async def test_a_lease_that_is_not_renewed_is_taken_over(api: Api, lease: str) -> None:
+    async with candidate(api, lease, "first") as first:
+        await until_leading(first)
+        async with candidate(api, lease, "second") as second:
+            await until_it_has_tried(second)
+            assert not second.is_leader
+            await until_leading(second)
+        with pytest.raises(LeadershipLostError, match="second holds it"):
+            await first.keep()
+        assert not first.is_leader
+
+
+async def test_a_lease_that_is_renewed_is_not_taken_over(api: Api, lease: str) -> None:
+    async with candidate(api, lease, "first") as first:
+        await until_leading(first)
+        keeping = asyncio.create_task(first.keep())
+        async with candidate(api, lease, "second") as second:
+            await asyncio.sleep(2 * election_module.LEASE_SECONDS)
+            assert first.is_leader
+            assert not second.is_leader
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_one_that_cannot_renew_leads_no_more_before_another_may(
+    api: Api, lease: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreachable(*_: object, **__: object) -> Object:
+        raise aiohttp.ClientConnectionError("no route")
+
+    async with candidate(api, lease, "first") as first:
+        await until_leading(first)
+        found = await api.get(LEASE, "default", lease)
+        assert found is not None
+        monkeypatch.setattr(api, "request", unreachable)
+        async with asyncio.timeout(found["spec"]["leaseDurationSeconds"]):
+            with pytest.raises(LeadershipLostError, match="could not be renewed"):
+                await first.keep()
+        assert not first.is_leader
