@@ -36,28 +36,20 @@ ENFORCED_SECONDS = 10.0
 
 
 def test_stranger_reaches_no_port_of_an_experiment_and_no_redis(namespace: Namespace, running: Running) -> None:
-    targets = [
-        f"{RELEASE}-redis:6379",
-        f"{RELEASE}-operator:9090",
-        *(f"{running.name}-{component}:50051" for component in ("controller", "trajectory-pool", "weight-sync")),
-        *(f"{running.name}-{component}:50051" for component in ("trainer", "rollout", "inference")),
-        f"{running.name}-inference:8000",
-        f"{running.name}-inference:9090",
-    ]
-    closed = dict.fromkeys(targets, False)
+    closed = dict.fromkeys([f"{RELEASE}-redis:6379", f"{RELEASE}-operator:9090", *_ports(namespace, running)], False)
     assert _reached(namespace, "stranger", {}, closed) == closed
 
 
 def test_pods_reach_what_the_matrix_says_and_no_more(namespace: Namespace, running: Running) -> None:
     """The pod elsewhere listens to anybody: it is the caller's own policy that keeps it from calling."""
-    pool, redis = f"{running.name}-trajectory-pool:50051", f"{RELEASE}-redis:6379"
+    own, redis = dict.fromkeys(_ports(namespace, running), True), f"{RELEASE}-redis:6379"
     namespace.apply(_pod(namespace, "elsewhere", {}, "-m", "http.server", "8080"))
     try:
         eventually(lambda: "podIP" in namespace.get("pod", "elsewhere")["status"], "pod elsewhere is there")
         elsewhere = f"{namespace.get('pod', 'elsewhere')['status']['podIP']}:8080"
         for name, labels, matrix in (
             ("stranger", {}, {elsewhere: True}),
-            ("rollout", _labels(running, "rollout"), {pool: True, redis: False, elsewhere: False}),
+            ("rollout", _labels(running, "rollout"), {**own, redis: False, elsewhere: False}),
             ("weight-sync", _labels(running, "weight-sync"), {redis: True, elsewhere: False}),
         ):
             assert _reached(namespace, name, labels, matrix) == matrix
@@ -66,8 +58,18 @@ def test_pods_reach_what_the_matrix_says_and_no_more(namespace: Namespace, runni
 
 
 def test_pod_of_another_experiment_is_a_stranger(namespace: Namespace, running: Running) -> None:
-    closed = {f"{running.name}-trajectory-pool:50051": False}
+    closed = dict.fromkeys(_ports(namespace, running), False)
     assert _reached(namespace, "neighbour", {"nexrl.dev/experiment": "another"}, closed) == closed
+
+
+def _ports(namespace: Namespace, running: Running) -> list[str]:
+    """Every port that a pod of the experiment names, at its own address: policies know no Services."""
+    return [
+        f"{pod['status']['podIP']}:{port['containerPort']}"
+        for pod in namespace.pods(f"nexrl.dev/experiment={running.name}")
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", [])
+    ]
 
 
 def _labels(running: Running, component: str) -> dict[str, str]:

@@ -160,3 +160,15 @@ priorityClassName: {{ . }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
+
+{{/* Who else has the definition of Experiment; empty for nobody. Helm refuses what another release has: it is left to that one. */}}
+{{- define "nexrl.definitionOwner" -}}
+{{- with lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "experiments.nexrl.dev" }}
+{{- $annotations := .metadata.annotations | default dict }}
+{{- $name := get $annotations "meta.helm.sh/release-name" }}
+{{- $namespace := get $annotations "meta.helm.sh/release-namespace" }}
+{{- if not $name }}somebody who installed it without Helm
+{{- else if or (ne $name $.Release.Name) (ne $namespace $.Release.Namespace) }}the release {{ $name }} of namespace {{ $namespace }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -750,7 +750,7 @@ class StorageSpec(Section):
     storage_class_name: Name | None = Field(default=None, description="Its StorageClass; none = the cluster's default.")
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
         default="ReadWriteOnce",
-        description="ReadWriteOnce: the controller runs on the trainer's node; ReadWriteMany: anywhere.",
+        description="ReadWriteMany: the controller has metrics.jsonl there, too; ReadWriteOnce: that goes with its pod.",
     )
 
 
