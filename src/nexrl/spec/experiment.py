@@ -750,7 +750,7 @@ class StorageSpec(Section):
     storage_class_name: Name | None = Field(default=None, description="Its StorageClass; none = the cluster's default.")
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
         default="ReadWriteOnce",
-        description="ReadWriteMany: the controller has metrics.jsonl there, too; ReadWriteOnce: that goes with its pod.",
+        description="ReadWriteMany: with the controller's metrics.jsonl; ReadWriteOnce: that goes with its pod.",
     )
 
 
