@@ -240,8 +240,9 @@ def test_an_ended_container_is_reported_and_a_drained_node_is_nobodys_failure() 
     assert (report.component, report.exit_code, report.log_tail) == ("x-weight-sync-0", -9, "last words\nOOMKilled")
     [job] = now.workloads("trainer")
     drained = pod(made, "trainer", conditions=[{"type": "DisruptionTarget", "status": "True"}])
-    assert replace(now, pods=[drained]).is_disrupted(job)
-    assert replace(now, pods=[], disrupted={"x-trainer-1"}).is_disrupted(job)
+    told = new_status(replace(now, pods=[drained]), made, Verdict())
+    assert told["disruptedJob"] == "x-trainer-1"
+    assert observed(made, **told).is_disrupted(job)  # by another operator, when the pod is gone
     assert not replace(now, pods=[]).is_disrupted(job)
     assert replace(now, pods=[]).job_exit(job).exit_code == -9
 

@@ -1,6 +1,6 @@
 """What the cluster and the experiment's controller say about one experiment, and questions to it. Pure."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -76,8 +76,6 @@ class Observed:
     pods: Sequence[Object]
     seen: Seen | None
     now: float
-    disrupted: Collection[str] = ()
-    """Names of Jobs whose pods, gone by now, had to leave their node."""
     has_predecessor: bool = False
     """Whether objects of a deleted experiment of this name are still there."""
 
@@ -140,7 +138,13 @@ class Observed:
 
     def is_disrupted(self, job: Object) -> bool:
         """Whether a Job ended since its node was drained, or something more important took its place."""
-        return job["metadata"]["name"] in self.disrupted or any(map(is_disrupted, self._pods_of(job)))
+        return bool(job["metadata"]["name"] == self.disrupted_job)
+
+    @property
+    def disrupted_job(self) -> str:
+        """The last Job with a pod that had to leave its node, which may be gone by now; "" for none."""
+        now = [job_of(pod) for pod in self.pods if is_disrupted(pod) and component_of(pod) == "trainer"]
+        return max([*now, str(self.status.get("disruptedJob", ""))], key=_attempt)
 
     def controller_ends(self) -> tuple[int, str]:
         """How often the controller's container has ended, and its last words."""
@@ -248,6 +252,11 @@ def rfc3339(unix_seconds: float) -> str:
 def components_in_wave(wave: int) -> list[str]:
     """The components that stop together."""
     return [name for name, component in BY_NAME.items() if component.wave == wave]
+
+
+def _attempt(job_name: str) -> int:
+    number = job_name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def _container(pod: Object) -> Mapping[str, Any]:

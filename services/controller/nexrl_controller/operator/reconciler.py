@@ -43,9 +43,7 @@ from nexrl_controller.operator.observed import (
     has_finished,
     instance_of,
     is_deleted,
-    is_disrupted,
     is_made_here,
-    job_of,
     owner_uid,
 )
 from nexrl_controller.operator.plan import PREDECESSOR_SECONDS, Plan, Stage, make_plan
@@ -97,7 +95,6 @@ class Reconciler:
         self._known: dict[Key, str] = {}
         """The ledgers of experiments in the release's Redis."""
         self._shown: dict[Key, str] = {}
-        self._disrupted: dict[Key, set[str]] = {}
         self._audited_from: dict[Key, float] = {}
         """When the first try of a count failed."""
         self._identified: dict[Key, float] = {}
@@ -173,12 +170,9 @@ class Reconciler:
         objects = [item for item in items if item["kind"] != POD.kind]
         children = [item for item in objects if owner_uid(item) == uid]
         pods = [item for item in items if item["kind"] == POD.kind]
-        # A Job has ended when its pod is gone: why that one had to leave must be known by then.
-        disrupted = self._disrupted.setdefault(key, set())
-        disrupted.update(job_of(pod) for pod in pods if is_disrupted(pod))
         has_predecessor = any(owner_uid(item) not in ("", uid) for item in objects)
         return Observed(
-            resource, children, pods, self._followers.seen(key), time.time(), disrupted, has_predecessor=has_predecessor
+            resource, children, pods, self._followers.seen(key), time.time(), has_predecessor=has_predecessor
         )
 
     def _renderer(self, observed: Observed) -> Renderer:
@@ -399,7 +393,6 @@ class Reconciler:
     async def _forget(self, key: Key) -> None:
         await self._followers.drop(key)
         self._queue.forget(key)
-        self._disrupted.pop(key, None)
         self._audited_from.pop(key, None)
         self._identified.pop(key, None)
         if (shown := self._shown.pop(key, None)) is not None:

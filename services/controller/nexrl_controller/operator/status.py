@@ -85,6 +85,8 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
         "conditions": conditions,
         "restarts": max(observed.seen.restarts if observed.seen else 0, old.get("restarts", 0)),
         "trainerAttempt": max([old.get("trainerAttempt", 0), *map(attempt_of, observed.workloads("trainer"))]),
+        # A Job has ended when its pod is gone: why that one had to leave must be known by then.
+        **({"disruptedJob": observed.disrupted_job} if observed.disrupted_job else {}),
         "rollout": rollout,
         "components": [
             {
