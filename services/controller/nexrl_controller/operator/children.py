@@ -145,7 +145,7 @@ class Renderer:
     def service(self, component: Component) -> Object:
         """Headless: gRPC clients see every pod, also those that are not ready: starting, they wait for each other."""
         ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
-        if component.name in ("inference", "rollout"):
+        if component.name == "inference":
             ports["http"] = HTTP_PORT
         if self.settings.tls != "off":
             ports["grpc-token"] = TOKEN_PORT
@@ -363,7 +363,7 @@ class Renderer:
     ) -> Object:
         is_vllm = component.name == "inference" and self.experiment.spec.inference.backend == "vllm"
         ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
-        if component.name in ("inference", "rollout"):
+        if component.name == "inference":
             ports["http"] = HTTP_PORT
         if self._judges_tokens(component):
             ports["grpc-token"] = TOKEN_PORT
