@@ -21,8 +21,8 @@ __all__ = ["namespace"]  # a fixture
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(election_module, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(election_module, "RENEW_SECONDS", 1.0)
-    monkeypatch.setattr(election_module, "LEASE_SECONDS", 2)
+    monkeypatch.setattr(election_module, "RENEW_SECONDS", 2.0)
+    monkeypatch.setattr(election_module, "LEASE_SECONDS", 4)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120 + 2 * NUMBER)
 async def test_many_experiments_reconcile_and_then_nothing_is_asked(api: Api) -> None:
     namespace = f"many-{uuid4().hex[:8]}"
     await api.request("POST", "/api/v1/namespaces", body={"metadata": {"name": namespace}})
-    failed, succeeded = _reconciled("error"), _reconciled("success")
+    failed, succeeded = _reconciled("error") + _reconciled("conflict"), _reconciled("success")
     operator = Operator(api, operator_settings(namespace=namespace, release_namespace=namespace), Services().connect)
     running = asyncio.create_task(operator.run())
     began = time.monotonic()
@@ -41,7 +41,7 @@ async def test_many_experiments_reconcile_and_then_nothing_is_asked(api: Api) ->
         return len([item for item in items if "status" in item]) == NUMBER
 
     await eventually(all_have_a_status, 60.0 + 2 * NUMBER)
-    assert _reconciled("error") == failed
+    assert _reconciled("error") + _reconciled("conflict") == failed
     seconds = time.monotonic() - began
     sys.stdout.write(f"\n{NUMBER} experiments in {seconds:.0f} s; 99 % of reconciles took at most {_p99_bound()} s\n")
 

@@ -23,6 +23,7 @@ from nexrl.k8s.api import (
     ApiError,
 )
 from nexrl.store import connect_redis, key_prefix
+from nexrl_controller.controller import Controller
 from nexrl_controller.events import VersionCommitted
 from nexrl_controller.operator import reconciler as reconciler_module
 from nexrl_controller.operator.observed import owner_uid
@@ -84,6 +85,15 @@ async def until_phase(api: Api, namespace: str, name: str, wanted: str) -> None:
     await eventually(is_there)
 
 
+async def run(api: Api, document: Object, controller: Controller) -> None:
+    """Apply an experiment, and have its controller say that the first version is committed, by which it trains."""
+    await api.apply(document, manager="test")
+    name, namespace = document["metadata"]["name"], document["metadata"]["namespace"]
+    await until_phase(api, namespace, name, "Starting")
+    await controller.apply(VersionCommitted(0))
+    await until_phase(api, namespace, name, "Running")
+
+
 async def until_condition(api: Api, namespace: str, name: str, kind: str, status: str) -> None:
     async def holds() -> bool:
         return (await condition(api, namespace, name, kind)).get("status") == status
@@ -101,10 +111,7 @@ async def until_gone(api: Api, namespace: str) -> None:
 async def test_an_experiment_runs_to_its_end(api: Api, namespace: str, kubelet: Kubelet) -> None:
     services, document = Services(), experiment_object("one", namespace)
     async with services.serving(document) as controller, operating(api, namespace, services):
-        await api.apply(document, manager="test")
-        await until_phase(api, namespace, "one", "Starting")
-        await controller.apply(VersionCommitted(0))
-        await until_phase(api, namespace, "one", "Running")
+        await run(api, document, controller)
         await until_condition(api, namespace, "one", "Ready", "True")
         await controller.post_metrics("m1", 4, {"reward_mean": 0.75})
         await controller.post_metrics("m2", 4, {"training_complete": 1})
@@ -165,10 +172,7 @@ async def test_suspension_takes_all_pods_away_and_resumption_makes_another_train
 ) -> None:
     services, document = Services(), experiment_object("two", namespace)
     async with services.serving(document) as controller, operating(api, namespace, services):
-        await api.apply(document, manager="test")
-        await until_phase(api, namespace, "two", "Starting")
-        await controller.apply(VersionCommitted(0))
-        await until_phase(api, namespace, "two", "Running")
+        await run(api, document, controller)
         await api.merge(EXPERIMENT, namespace, "two", {"spec": {"suspend": True}})
         await until_phase(api, namespace, "two", "Suspended")
         assert not (await api.list(POD, namespace))["items"]
@@ -202,10 +206,7 @@ async def test_an_experiment_that_is_created_suspended_has_no_pods(api: Api, nam
 async def test_a_failed_trainer_is_followed_by_the_next_attempt(api: Api, namespace: str, kubelet: Kubelet) -> None:
     services, document = Services(), experiment_object("four", namespace)
     async with services.serving(document) as controller, operating(api, namespace, services):
-        await api.apply(document, manager="test")
-        await until_phase(api, namespace, "four", "Starting")
-        await controller.apply(VersionCommitted(0))
-        await until_phase(api, namespace, "four", "Running")
+        await run(api, document, controller)
         await kubelet.fail("four-trainer-1-0", 137, "killed")
 
         async def is_second() -> bool:
@@ -230,10 +231,7 @@ async def test_an_operator_that_starts_again_changes_nothing_of_what_runs(
     services, document = Services(), experiment_object("five", namespace)
     async with services.serving(document) as controller:
         async with operating(api, namespace, services):
-            await api.apply(document, manager="test")
-            await until_phase(api, namespace, "five", "Starting")
-            await controller.apply(VersionCommitted(0))
-            await until_phase(api, namespace, "five", "Running")
+            await run(api, document, controller)
         before = await _generations(api, namespace)
         async with operating(api, namespace, services, image_trainer="test/trainer:2", pod_name="operator-1") as other:
             await eventually(_is_reconciled(other, (namespace, "five")))
@@ -325,10 +323,7 @@ async def test_a_change_that_is_refused_keeps_the_trainer_from_nothing(
 ) -> None:
     services, document = Services(), experiment_object("ten", namespace)
     async with services.serving(document) as controller, operating(api, namespace, services):
-        await api.apply(document, manager="test")
-        await until_phase(api, namespace, "ten", "Starting")
-        await controller.apply(VersionCommitted(0))
-        await until_phase(api, namespace, "ten", "Running")
+        await run(api, document, controller)
         wrong = {"spec": {"containers": [{"name": "nexrl", "resources": {"limits": {"cpu": "many"}}}]}}
         await api.merge(EXPERIMENT, namespace, "ten", {"spec": {"rollout": {"template": wrong}}})
         await until_condition(api, namespace, "ten", "Accepted", "False")

@@ -23,8 +23,8 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self._port = port
         self._writers: list[asyncio.StreamWriter] = []
-        self._passes = asyncio.Event()
-        self._passes.set()
+        self._passes = _passing()
+        self._hung: list[asyncio.Event] = []
         self.connections = 0
         self.port = 0
 
@@ -34,8 +34,7 @@ class Proxy:
         async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
             self.port = server.sockets[0].getsockname()[1]
             yield
-            self._passes.set()
-            self.cut()
+            self.go_on()
 
     def cut(self) -> None:
         """End all connections."""
@@ -44,27 +43,38 @@ class Proxy:
         self._writers.clear()
 
     def hang(self) -> None:
-        """Pass nothing on, on the connections that there are and on new ones."""
+        """Pass nothing on, on the connections that there are; new ones are good."""
         self._passes.clear()
+        self._hung.append(self._passes)
+        self._passes = _passing()
 
     def go_on(self) -> None:
-        """Pass everything on again, on new connections; what hung is lost."""
+        """End all connections; what hung is lost."""
         self.cut()
-        self._passes.set()
+        for passes in self._hung:
+            passes.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        passes = self._passes
         to_server, from_server = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers += [writer, from_server]
-        await asyncio.gather(self._copy(reader, from_server), self._copy(to_server, writer))
+        await asyncio.gather(_copy(reader, from_server, passes), _copy(to_server, writer, passes))
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while content := await reader.read(65536):
-                await self._passes.wait()
-                writer.write(content)
-                await writer.drain()
-        writer.close()
+
+def _passing() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passes: asyncio.Event) -> None:
+    with contextlib.suppress(OSError):
+        while content := await reader.read(65536):
+            await passes.wait()
+            writer.write(content)
+            await writer.drain()
+    writer.close()
 
 
 @pytest.fixture
@@ -127,8 +137,6 @@ async def test_a_connection_that_falls_silent_is_given_up(
         await until_known(cache, f"{label}-1")
         proxy.hang()
         await make(api, f"{label}-2", label)
-        await asyncio.sleep(1.5)  # the silence itself; nothing is judged by it
-        proxy.go_on()
         await until_known(cache, f"{label}-2")
 
 

@@ -76,8 +76,11 @@ STATUS_SCHEMA: dict[str, Any] = {
         "trainingTime": {**_TIME, "description": "When it was Running first since then."},
         "completionTime": {**_TIME, "description": "When it became Complete or Failed."},
         "restarts": {**_COUNT, "description": "Restarts of components so far."},
-        "disruptedJob": {"type": "string", "description": "The last Job with a pod that had to leave its node."},
         "trainerAttempt": {**_COUNT, "description": "Number of the newest trainer Job."},
+        "disruptedAttempt": {
+            **_COUNT,
+            "description": "Number of the last one whose pod had to leave its node; 0: none.",
+        },
         "rollout": {
             "type": "object",
             "description": "The rollout pods; what `kubectl scale` and autoscalers look at.",

@@ -203,7 +203,7 @@ def test_deadlines_count_from_the_start(
         assert plan.again_in == 1
 
 
-def test_the_time_of_training_is_that_of_the_first_step_since_the_last_pause() -> None:
+def test_the_time_of_training_is_when_it_ran_first_since_the_last_pause() -> None:
     made = renderer()
     resumed = new_status(observed(made, running=("controller",)), made, Verdict())
     assert (resumed["phase"], "trainingTime" in resumed) == ("Starting", False)
@@ -241,7 +241,7 @@ def test_an_ended_container_is_reported_and_a_drained_node_is_nobodys_failure() 
     [job] = now.workloads("trainer")
     drained = pod(made, "trainer", conditions=[{"type": "DisruptionTarget", "status": "True"}])
     told = new_status(replace(now, pods=[drained]), made, Verdict())
-    assert told["disruptedJob"] == "x-trainer-1"
+    assert told["disruptedAttempt"] == 1
     assert observed(made, **told).is_disrupted(job)  # by another operator, when the pod is gone
     assert not replace(now, pods=[]).is_disrupted(job)
     assert replace(now, pods=[]).job_exit(job).exit_code == -9

@@ -138,13 +138,13 @@ class Observed:
 
     def is_disrupted(self, job: Object) -> bool:
         """Whether a Job ended since its node was drained, or something more important took its place."""
-        return bool(job["metadata"]["name"] == self.disrupted_job)
+        return attempt_of(job) == self.disrupted_attempt
 
     @property
-    def disrupted_job(self) -> str:
-        """The last Job with a pod that had to leave its node, which may be gone by now; "" for none."""
-        now = [job_of(pod) for pod in self.pods if is_disrupted(pod) and component_of(pod) == "trainer"]
-        return max([*now, str(self.status.get("disruptedJob", ""))], key=_attempt)
+    def disrupted_attempt(self) -> int:
+        """Number of the last trainer Job with a pod that had to leave its node, and may be gone by now; 0: none."""
+        now = [attempt_of(job) for job in self.workloads("trainer") if any(map(is_disrupted, self._pods_of(job)))]
+        return max([*now, int(self.status.get("disruptedAttempt", 0))])
 
     def controller_ends(self) -> tuple[int, str]:
         """How often the controller's container has ended, and its last words."""
@@ -252,11 +252,6 @@ def rfc3339(unix_seconds: float) -> str:
 def components_in_wave(wave: int) -> list[str]:
     """The components that stop together."""
     return [name for name, component in BY_NAME.items() if component.wave == wave]
-
-
-def _attempt(job_name: str) -> int:
-    number = job_name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
 
 
 def _container(pod: Object) -> Mapping[str, Any]:

@@ -172,7 +172,7 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
 
 def has_trained(observed: Observed) -> bool:
     """Whether it has been Running since it started, or was resumed: its controller alone says so too early then."""
-    return "trainingTime" in observed.status or observed.status.get("phase") == "Running"
+    return "trainingTime" in observed.status
 
 
 def _next_deadline(observed: Observed, renderer: Renderer) -> float | None:

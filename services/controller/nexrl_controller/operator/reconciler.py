@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -49,7 +50,7 @@ from nexrl_controller.operator.observed import (
 from nexrl_controller.operator.plan import PREDECESSOR_SECONDS, Plan, Stage, make_plan
 from nexrl_controller.operator.queueing import QUEUE_LABEL, admitted_counts, flavors_of, placed, queue_of
 from nexrl_controller.operator.settings import OperatorSettings
-from nexrl_controller.operator.status import ACCEPTED, PROGRESS_SECONDS, Verdict, new_status, rejected
+from nexrl_controller.operator.status import PROGRESS_SECONDS, Verdict, new_status, rejected
 from nexrl_controller.operator.work_queue import Key, WorkQueue
 
 log = logging.getLogger(__name__)
@@ -218,16 +219,14 @@ class Reconciler:
             except NexrlError as error:  # one that is away for a moment; the status tells of all else meanwhile
                 log.info("%s/%s: its controller: %s", *key, error)
                 plan.again_in = RETRY_SECONDS
-        reason, message = refusal or ACCEPTED
-        return Verdict(
-            reason,
-            message,
+        verdict = Verdict(
             failed=plan.failed,
             queue=queue_of(observed.resource),
             is_queued=plan.stage is Stage.QUEUE,
             pending_change=plan.pending_change,
             audit=await self._audit(key, observed, plan) if plan.audit else None,
         )
+        return replace(verdict, accepted=refusal[0], accepted_message=refusal[1]) if refusal else verdict
 
     def _require_kueue(self) -> None:
         if not self._settings.kueue:

@@ -1,6 +1,6 @@
 """The status of an experiment, as it follows from what was seen. Pure; docs/reference/status.md says what it means."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +21,15 @@ SHOWN_METRICS = (
     *("truncated_fraction", "zero_variance_group_fraction", "val/reward", "val/exact"),
 )
 MAX_MESSAGE = 4000
-ACCEPTED = "Accepted", "the experiment can be run"
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the reconciler has decided, besides what can be seen."""
 
-    accepted: str = ACCEPTED[0]
+    accepted: str = "Accepted"
     """Reason of the condition Accepted; anything else than 'Accepted' makes it false."""
-    accepted_message: str = ACCEPTED[1]
+    accepted_message: str = "the experiment can be run"
     failed: tuple[str, str] | None = None
     """Reason and message of a failure that the operator has found."""
     queue: str = ""
@@ -86,7 +85,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
         "restarts": max(observed.seen.restarts if observed.seen else 0, old.get("restarts", 0)),
         "trainerAttempt": max([old.get("trainerAttempt", 0), *map(attempt_of, observed.workloads("trainer"))]),
         # A Job has ended when its pod is gone: why that one had to leave must be known by then.
-        **({"disruptedJob": observed.disrupted_job} if observed.disrupted_job else {}),
+        "disruptedAttempt": observed.disrupted_attempt,
         "rollout": rollout,
         "components": [
             {
@@ -145,14 +144,16 @@ def _conditions(observed: Observed, renderer: Renderer, verdict: Verdict) -> Ite
         "TrainerReady": ("trainer",),
         "RolloutReady": ("rollout",),
     }
-    missing = []
+    missing: dict[str, str] = {}
     for kind, components in parts.items():
-        late = [
-            f"{c} {observed.ready(c)}/{desired.get(c, 0)}" for c in components if observed.ready(c) < desired.get(c, 0)
-        ]
-        missing += late
+        late = {
+            name: f"{name} {observed.ready(name)}/{desired.get(name, 0)}"
+            for name in components
+            if observed.ready(name) < desired.get(name, 0)
+        }
+        missing |= late
         reason = "PodsReady" if not late else "Finished" if is_finished(observed.status) else "PodsNotReady"
-        yield kind, _word(not late), reason, ", ".join(late) or "all pods are ready"
+        yield kind, _word(not late), reason, ", ".join(late.values()) or "all pods are ready"
     yield _ready(observed, spec, verdict, missing)
     is_suspended = spec.suspend and not observed.living(*BY_NAME)
     reason = "Suspended" if is_suspended else "Suspending" if spec.suspend else "NotSuspended"
@@ -179,7 +180,7 @@ def _admission(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iter
         yield "RolloutScaleLimited", "True", "Admitted", message
 
 
-def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: Sequence[str]) -> _Condition:
+def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: Mapping[str, str]) -> _Condition:
     seen, trouble = observed.seen, observed.trouble()
     if verdict.accepted != "Accepted":
         return "Ready", "False", verdict.accepted, verdict.accepted_message
@@ -193,15 +194,20 @@ def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: 
     if trouble is not None:
         return "Ready", "False", trouble.reason, trouble.message
     if missing:
-        return "Ready", "False", "PodsNotReady", f"waiting for {', '.join(missing)}{_unmade(observed, missing)}"
+        return (
+            "Ready",
+            "False",
+            "PodsNotReady",
+            f"waiting for {', '.join(missing.values())}{_unmade(observed, missing)}",
+        )
     if seen is None:
         return "Ready", "False", "ControllerNotSeen", "the controller has not answered yet"
     is_on = seen.phase in ("Running", "Validating")
     return "Ready", _word(is_on), seen.reason or seen.phase, seen.message or seen.phase
 
 
-def _unmade(observed: Observed, missing: Sequence[str]) -> str:
-    names = [name for name in (each.split()[0] for each in missing) if not observed.living(name)]
+def _unmade(observed: Observed, missing: Iterable[str]) -> str:
+    names = [name for name in missing if not observed.living(name)]
     told = "`kubectl get events --field-selector reason=FailedCreate` tells why, if it stays so"
     return f"; no pod yet of {', '.join(names)}: {told}" if names else ""
 
