@@ -1,5 +1,6 @@
 """Certificates for tests: an authority in memory, files as a Secret's volume has them."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,12 +23,16 @@ class Authority:
 
 
 def write(folder: Path, ca: Issued, issued: Issued, name: str = OURS) -> Tls:
-    """Put files into `folder`, each replaced at once; gives what names them."""
+    """Put files into `folder`, all replaced at once, as the kubelet does it; gives what names them."""
     folder.mkdir(exist_ok=True, parents=True)
+    version = Path(tempfile.mkdtemp(prefix="..", dir=folder))
+    (version / "new").symlink_to(version.name)
     files = {"ca.crt": ca.certificate, "tls.crt": issued.certificate, "tls.key": issued.key}
     for file, content in files.items():
-        (folder / f"{file}.new").write_bytes(content)
-        (folder / f"{file}.new").replace(folder / file)
+        (version / file).write_bytes(content)
+        if not (folder / file).is_symlink():
+            (folder / file).symlink_to(f"..data/{file}")
+    (version / "new").replace(folder / "..data")
     return Tls(folder / "ca.crt", name, folder / "tls.crt", folder / "tls.key")
 
 
