@@ -73,12 +73,16 @@ def _p99_bound() -> float:
 
 
 async def _requests(api: Api) -> Counter[str]:
-    """Requests of this process so far by resource, without watches and what this function does."""
+    """Requests of this process so far by resource, without watches and what this function does.
+
+    Without those of the scope "cluster", too: the API server lists all services every three minutes, the operator only
+    those of its namespace.
+    """
     text = b"".join([line async for line in api.text("/metrics", {})]).decode()
     found: Counter[str] = Counter()
     for match in REQUESTS.finditer(text):
         labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"]))
-        if labels["verb"] != "WATCH" and labels["resource"] in _WATCHED:
+        if labels["verb"] != "WATCH" and labels["scope"] != "cluster" and labels["resource"] in _WATCHED:
             found[labels["resource"]] += int(float(match["count"]))
     return found
 
