@@ -73,16 +73,13 @@ def _p99_bound() -> float:
 
 
 async def _requests(api: Api) -> Counter[str]:
-    """Requests of this process so far by resource, without watches and what this function does.
-
-    Without those of the scope "cluster", too: the API server lists all services every three minutes, the operator only
-    those of its namespace.
-    """
+    """What the API server was asked so far, by resource, without watches and what this function does."""
     text = b"".join([line async for line in api.text("/metrics", {})]).decode()
     found: Counter[str] = Counter()
     for match in REQUESTS.finditer(text):
         labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"]))
-        if labels["verb"] != "WATCH" and labels["scope"] != "cluster" and labels["resource"] in _WATCHED:
+        is_own = (labels["verb"], labels["resource"], labels["scope"]) == _OWN
+        if labels["verb"] != "WATCH" and labels["resource"] in _WATCHED and not is_own:
             found[labels["resource"]] += int(float(match["count"]))
     return found
 
@@ -90,3 +87,5 @@ async def _requests(api: Api) -> Counter[str]:
 _WATCHED = {"configmaps", "deployments", "events", "experiments", "jobs", "leases", "networkpolicies"} | {
     *("persistentvolumeclaims", "pods", "secrets", "services", "statefulsets"),
 }
+_OWN = "LIST", "services", "cluster"
+"""The API server asks this itself, every three minutes; the operator lists the services of one namespace."""
