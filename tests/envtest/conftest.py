@@ -1,5 +1,6 @@
 """One bare API server for all tests here, with the CRD in it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -40,6 +41,8 @@ async def api(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
                 raise
         await eventually(lambda: _is_served(connection))
         yield connection
+    # A request that is cancelled leaves a connection to say its goodbyes, which the loop must live to hear.
+    await asyncio.sleep(0.1)
 
 
 async def _is_served(connection: Api) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from uuid import uuid4
 
 import aiohttp
@@ -57,15 +57,22 @@ async def until_it_has_tried(election: Election) -> None:
     await eventually(has_seen_another)
 
 
-async def test_the_second_operator_is_ready_and_leads_when_the_first_ends(api: Api, namespace: str) -> None:
+async def test_the_second_operator_is_ready_and_leads_when_the_first_ends(
+    api: Api, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(election_module, "LEASE_SECONDS", 300)  # so that it does not end by itself
     services = Services()
-    async with operating(api, namespace, services, pod_name="operator-1") as first:
+    async with AsyncExitStack() as until_the_first_ends:
+        first = await until_the_first_ends.enter_async_context(
+            operating(api, namespace, services, pod_name="operator-1")
+        )
         await until_leading(first.election)
         async with operating(api, namespace, services, pod_name="operator-2") as second:
             await until_it_has_tried(second.election)
             assert second.is_ready()
             assert not second.election.is_leader
-            await first.election.release()
+            await until_the_first_ends.aclose()
+            assert not first.election.is_leader
             await until_leading(second.election)
 
 

@@ -55,7 +55,7 @@ class Election:
                 self._lose(f"it could not be renewed for {RENEW_SECONDS:g} s")
 
     async def release(self) -> None:
-        """Let another one lead at once."""
+        """Let another one lead at once; `keep` has ended, or it would take what is let go."""
         if not self.is_leader:
             return
         self.is_leader = False
