@@ -194,4 +194,4 @@ $(TRL_INSTALLED): benchmarks/trl-constraints.txt
 
 .PHONY: clean
 clean: ## Remove what these targets made, but not runs/
-	rm -rf .venv .venv-trl .venv-ray .venv-scanner .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+	rm -rf .venv .venv-vllm .venv-trl .venv-ray .venv-scanner .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist

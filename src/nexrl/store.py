@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -90,6 +91,13 @@ async def connect_redis(url: str, *, wait_seconds: float = 0.0) -> Redis:
         raise InvalidArgumentError(f"redis.url: {_shown(url)}: {error}; allowed: {SCHEMES}") from None
     except (RedisError, RedisClusterException, OSError) as error:
         raise _refusal(url, error) from None
+
+
+async def room_bytes(connection: Redis) -> int:
+    """Bytes that the server has room for: two thirds of its maxmemory, as the rest is overhead and the copies that a
+    rewrite of its file makes; sys.maxsize where it has none. Raises StoreUnavailableError."""
+    found = await connection.info("memory")
+    return 2 * int(found.get("maxmemory") or 0) // 3 or sys.maxsize
 
 
 async def expire_experiment(connection: Redis, experiment: str, seconds: int) -> None:

@@ -2,7 +2,13 @@
 
 import pytest
 
-from nexrl.errors import CheckFailedError, FailedPreconditionError, InvalidArgumentError, NotFoundError
+from nexrl.errors import (
+    CheckFailedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
 from nexrl.k8s import commands
 from nexrl.k8s.api import EXPERIMENT, Api
 from nexrl.k8s.commands import Target
@@ -37,6 +43,16 @@ async def test_an_experiment_is_led_by_commands(
         await commands.delete(target)
         with pytest.raises(NotFoundError):
             await commands.print_status(target)
+
+
+async def test_what_nobody_suspends_is_not_waited_for_without_end(
+    api: Api, namespace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await api.create(experiment_object("alone", namespace))
+    monkeypatch.setattr(commands, "SUSPEND_SECONDS", 2.0)
+    with pytest.raises(DeadlineExceededError, match="alone: not Suspended within 2 s"):
+        await commands.suspend(Target("alone", namespace), is_suspended=True)
+    assert capsys.readouterr().out == "alone: no operator has seen the change yet\n"
 
 
 async def test_an_unbalanced_ledger_is_an_error(api: Api, namespace: str) -> None:

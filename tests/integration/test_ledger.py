@@ -511,7 +511,7 @@ async def test_payloads_beyond_the_limit_are_refused_whole_until_some_are_used_u
     results = [replace(result, payload=b"x" * 20) for result in produced(grant)]
     await ledger.put_samples("", results[:4])
     for _ in range(2):  # a refusal is not remembered as the answer
-        with pytest.raises(ResourceExhaustedError, match="maxPayloadBytes is 100") as refused:
+        with pytest.raises(ResourceExhaustedError, match="at most 100 may be") as refused:
             await ledger.put_samples("late", results[4:6])
     assert refused.value.retry_after_seconds == 1
     assert await ledger.put_samples("", results[:4]) == ("DUPLICATE",) * 4

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from nexrl.errors import (
     ResourceExhaustedError,
 )
 from nexrl.rpc.client import call, new_request_id
-from nexrl.store import Redis, key_prefix
+from nexrl.store import Redis, connect_redis, key_prefix
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1 import validator_service_pb2 as validator_pb
 from tests.support.pool import CALL_SECONDS, TAG, PoolClient, failed, running_pool, scored, trajectory
+from tests.support.redis import running_redis
 from tests.support.services import small_experiment
 
 Deploy = Callable[..., Awaitable[PoolClient]]
@@ -614,9 +615,30 @@ async def test_a_put_that_finds_the_pool_full_is_repeated_until_there_is_room(de
     first, second = ([scored(sample, trajectory(text="x" * 500_000)) for sample in lease.samples] for lease in leases)
     assert await pool.put(first) == ["ACCEPTED"] * 2
     request = pool_pb.PutSamplesRequest(request_id="full", model_tag=TAG, results=second)
-    with pytest.raises(ResourceExhaustedError, match=r"results: .* trajectoryPool.maxPayloadBytes is 1048576"):
+    with pytest.raises(ResourceExhaustedError, match=r"results: .* at most 1048576 may be"):
         await call(pool.pool.PutSamples, request, timeout_seconds=0.5)
     assert (await pool.state()).leased == 2
     waiting = asyncio.create_task(pool.put(second))
     await pool.put_train_batch((await pool.lease_batch()).lease)
     assert await waiting == ["ACCEPTED"] * 2
+
+
+async def test_a_redis_smaller_than_the_experiment_allows_is_never_filled(tmp_path: Path, experiment_name: str) -> None:
+    experiment = small_experiment(
+        experiment_name,
+        trajectoryPool={"batchSize": 8, "groupSize": 8},
+        weightSync={"mode": "batch-async", "stalenessThreshold": 3},
+    )
+    with running_redis() as url:
+        async with aclosing(await connect_redis(url)) as redis:
+            await redis.config_set("maxmemory", "24mb")
+        async with running_pool(tmp_path, url, experiment) as pool:
+            samples = [sample for lease in (await pool.lease()).leases for sample in lease.samples]
+            big = [scored(sample, trajectory(text="x" * 2**20)) for sample in samples]
+            for result in big[:15]:
+                assert await pool.put([result]) == ["ACCEPTED"]
+            request = pool_pb.PutSamplesRequest(request_id="full", model_tag=TAG, results=[big[15]])
+            with pytest.raises(ResourceExhaustedError, match="two thirds of Redis' maxmemory"):
+                await call(pool.pool.PutSamples, request, timeout_seconds=0.5)
+            await pool.put_train_batch((await pool.lease_batch()).lease)
+            assert await pool.put([big[15]]) == ["ACCEPTED"]

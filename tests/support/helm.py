@@ -34,6 +34,7 @@ EVERYTHING: tuple[str, ...] = (
 NOTHING: tuple[str, ...] = (
     "crds.enabled=false",
     "serviceAccount.create=false",
+    "serviceAccount.name=ours",
     "rbac.create=false",
     "redis.enabled=false",
     "externalRedis.url=rediss://redis.example:6379",

@@ -51,7 +51,8 @@ app.kubernetes.io/part-of: nexrl
 {{- end }}
 
 {{- define "nexrl.serviceAccountName" -}}
-{{- .Values.serviceAccount.name | default (ternary (include "nexrl.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- if not (or .Values.serviceAccount.create .Values.serviceAccount.name) }}{{ fail "serviceAccount.create is false: serviceAccount.name must name one; pods of others run as the account default, which must not get the operator's rights" }}{{ end -}}
+{{- .Values.serviceAccount.name | default (include "nexrl.fullname" .) -}}
 {{- end }}
 
 {{- define "nexrl.redisSecretName" -}}
@@ -82,6 +83,7 @@ app.kubernetes.io/part-of: nexrl
 
 {{- define "nexrl.redisUrl" -}}
 {{- if and .Values.redis.enabled .Values.externalRedis.url }}{{ fail "externalRedis.url is set and redis.enabled is true: set one of them only" }}{{ end -}}
+{{- if regexMatch "://[^/@]*:[^/@]*@|[?&]password=" .Values.externalRedis.url }}{{ fail "externalRedis.url holds a password, and the Deployment would show it: put it into a Secret and name that in externalRedis.existingSecret" }}{{ end -}}
 {{- if .Values.redis.enabled -}}
 {{- $host := printf "%s-redis.%s.svc:6379" (include "nexrl.fullname" .) .Release.Namespace -}}
 {{- if eq .Values.tls.mode "off" }}redis://{{ $host }}{{ else }}rediss://{{ $host }}?ssl_ca_certs=/etc/nexrl/tls/ca.crt{{ end -}}

@@ -252,8 +252,9 @@ end
 
 local function no_room(field, bytes)
   if count("payload_bytes") + bytes > a.max_payload_bytes then
-    return full(field .. ": " .. bytes .. " bytes; " .. count("payload_bytes") .. " are held and trajectoryPool.maxPayloadBytes is " ..
-      string.format("%d", a.max_payload_bytes) .. "; try again when the trainer has used some up")
+    return full(field .. ": " .. bytes .. " bytes; " .. count("payload_bytes") .. " are held and at most " ..
+      string.format("%d", a.max_payload_bytes) .. " may be, by trajectoryPool.maxPayloadBytes or two thirds of Redis' " ..
+      "maxmemory; try again when the trainer has used some up")
   end
 end
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,13 +54,15 @@ class Pool:
         spec: ExperimentSpec,
         train: TaskSource,
         validation: TaskSource | None,
-        clock: Callable[[], float] | None = None,
+        room_bytes: int,
     ) -> None:
         self.tag = spec.model.tag
         self.spec = spec
         prefix = key_prefix(experiment, self.tag)
-        self.training = Ledger(redis, prefix, training_rules(spec, train), clock)
-        self.validation = Ledger(redis, prefix + "val:", validation_rules(spec, validation), clock)
+        rules = training_rules(spec, train)
+        rules = replace(rules, max_payload_bytes=min(rules.max_payload_bytes, room_bytes))
+        self.training = Ledger(redis, prefix, rules)
+        self.validation = Ledger(redis, prefix + "val:", validation_rules(spec, validation))
         self.wakeups = WakeUps(redis, [self.training.wake_channel, self.validation.wake_channel])
         self.vocabulary_size = vocabulary_size(spec.model)
         self.validation_seconds = spec.validation.timeout_seconds if spec.validation else 0.0

@@ -8,7 +8,7 @@ from prometheus_client import Gauge
 from nexrl.datasets import open_datasets
 from nexrl.errors import UnavailableError
 from nexrl.rpc.server import ServiceProcess, run_service
-from nexrl.store import START_SECONDS, connect_redis
+from nexrl.store import START_SECONDS, connect_redis, room_bytes
 from nexrl.v1.data_loader_service_pb2_grpc import add_DataLoaderServiceServicer_to_server
 from nexrl.v1.train_batch_pool_service_pb2_grpc import add_TrainBatchPoolServiceServicer_to_server
 from nexrl.v1.trajectory_pool_service_pb2_grpc import add_TrajectoryPoolServiceServicer_to_server
@@ -45,7 +45,8 @@ async def start(process: ServiceProcess) -> None:
     datasets = await asyncio.to_thread(open_datasets, experiment.spec, experiment.folder)
     redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
-    pool = Pool(redis, experiment.ledger, experiment.spec, datasets.train, datasets.validation)
+    room = await room_bytes(redis)
+    pool = Pool(redis, experiment.ledger, experiment.spec, datasets.train, datasets.validation, room)
     pools = Pools({pool.tag: pool})
     process.add(add_DataLoaderServiceServicer_to_server, DataLoaderServicer(pools), "nexrl.v1.DataLoaderService")
     trajectory_pool, validator = TrajectoryPoolServicer(pools), ValidatorServicer(pools)

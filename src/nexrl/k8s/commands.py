@@ -31,6 +31,8 @@ RETRY_SECONDS = 1.0
 SILENCE_SECONDS = 75.0
 """A server sends bookmarks each minute."""
 AUDIT_SECONDS = 120.0
+SUSPEND_SECONDS = 3600.0
+"""A checkpoint is written, or nodes and models are waited for."""
 _ERRORS: Mapping[int, type[NexrlError]] = {400: InvalidArgumentError, 422: InvalidArgumentError, 404: NotFoundError}
 
 
@@ -55,7 +57,8 @@ async def submit(document: Object, namespace: str) -> None:
         document["metadata"]["namespace"] = namespace or document["metadata"].get("namespace", known)
         applied = await api.apply(document, manager=MANAGER)
     metadata = applied["metadata"]
-    _say(f"experiment {metadata['name']} in {metadata['namespace']}: submitted; nexrl status {metadata['name']}")
+    name, namespace = metadata["name"], metadata["namespace"]
+    _say(f"experiment {name} in {namespace}: submitted; nexrl status {name} --namespace {namespace}")
 
 
 async def print_status(target: Target) -> None:
@@ -97,13 +100,15 @@ async def print_logs(target: Target, component: str, *, follows: bool) -> None:
 
 
 async def suspend(target: Target, *, is_suspended: bool) -> None:
-    """Set spec.suspend, and wait until no pod is left, or until it trains. Raises FailedPreconditionError when it is
-    over."""
+    """Set spec.suspend, and wait until no pod is left, or until it trains; tells how it gets on. Raises
+    FailedPreconditionError when it is over, DeadlineExceededError."""
     async with _cluster(target.namespace) as (api, namespace):
         await api.merge(EXPERIMENT, namespace, target.name, {"spec": {"suspend": is_suspended}})
         wanted = "Suspended" if is_suspended else "Running"
         ends = wanted, "Succeeded", "Failed"
-        status = await _until(api, namespace, target.name, lambda status: status.get("phase") in ends)
+        why = f"not {wanted} within {SUSPEND_SECONDS:g} s; it goes on by itself"
+        async with _limit(SUSPEND_SECONDS, f"{target.name}: {why}"):
+            status = await _until(api, namespace, target.name, lambda status: status.get("phase") in ends, _say)
     if status["phase"] != wanted:
         told = [
             f"{each['reason']}: {each['message']}" for each in status.get("conditions", []) if each["type"] == "Failed"
@@ -139,26 +144,49 @@ async def print_audit(target: Target) -> None:
 async def _ask_audit(api: Api, namespace: str, name: str) -> Mapping[str, Any]:
     request = uuid.uuid4().hex
     await api.merge(EXPERIMENT, namespace, name, {"metadata": {"annotations": {AUDIT_ANNOTATION: request}}})
-    try:
-        async with asyncio.timeout(AUDIT_SECONDS):
-            status = await _until(
-                api, namespace, name, lambda status: status.get("audit", {}).get("request") in (request, "final")
-            )
-    except TimeoutError:
-        why = f"no operator had the ledger counted within {AUDIT_SECONDS:g} s"
-        raise DeadlineExceededError(f"{name}: {why}") from None
+    async with _limit(AUDIT_SECONDS, f"{name}: no operator had the ledger counted within {AUDIT_SECONDS:g} s"):
+        status = await _until(
+            api, namespace, name, lambda status: status.get("audit", {}).get("request") in (request, "final")
+        )
     found: Mapping[str, Any] = status["audit"]
     return found
 
 
-async def _until(api: Api, namespace: str, name: str, fact: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
-    """Follow the experiment until `fact` holds of its status; gives that."""
+@asynccontextmanager
+async def _limit(seconds: float, why: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceededError(why) from None
+
+
+async def _until(
+    api: Api,
+    namespace: str,
+    name: str,
+    fact: Callable[[Mapping[str, Any]], bool],
+    tell: Callable[[str], None] = lambda _: None,
+) -> Mapping[str, Any]:
+    """Follow the experiment until `fact` holds of its status; gives that. `tell` hears what it waits for."""
+    told = ""
     async for event, item in _changes(api, namespace, name):
         if event == "DELETED":
             raise NotFoundError(f"{name}: it was deleted")
         if _is_current(item) and fact(item["status"]):
             return dict(item["status"])
+        words = _in_words(item)
+        if event != "BOOKMARK" and words != told:
+            tell(f"{name}: {words}")
+            told = words
     raise AssertionError("a watch has no end")
+
+
+def _in_words(item: Object) -> str:
+    if not _is_current(item):
+        return "no operator has seen the change yet"
+    ready = [each["message"] for each in item["status"].get("conditions", []) if each["type"] == "Ready"]
+    return ": ".join([item["status"]["phase"], *filter(None, ready)])
 
 
 async def _changes(api: Api, namespace: str, name: str) -> AsyncIterator[tuple[str, Object]]:

@@ -82,6 +82,8 @@ def test_schema_refuses(program: str, value: str, named: str) -> None:
     [
         (("redis.enabled=false",), "externalRedis.url must name a Redis"),
         (("externalRedis.url=redis://ours:6379",), "redis.enabled is true"),
+        (("redis.enabled=false", "externalRedis.url=redis://us:secret@ours"), "externalRedis.url holds a password"),
+        (("serviceAccount.create=false",), "serviceAccount.name must name one"),
         (("tls.mode=certManager",), "issuerRef.name must name an Issuer"),
         (("tls.mode=secret",), "tls.secretName must name a Secret"),
     ],
