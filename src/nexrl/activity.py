@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
+LAST_SECONDS = 2.0
 
 
 class ActivityTracker:
@@ -116,6 +117,15 @@ class ActivityTracker:
         if self._stub is not None:
             request = pb.PostMetricsRequest(request_id=new_request_id(), step=step, metrics=metrics)
             await call(self._stub.PostMetrics, request, timeout_seconds=60)
+
+    async def send_last_heartbeat(self) -> None:
+        """Say that this process ends in order; a controller that cannot be told now takes it for silent later."""
+        if self._stub is None:
+            return
+        try:
+            await self._stub.Heartbeat(pb.HeartbeatRequest(module=self._module, ends=True), timeout=LAST_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            log.info("last heartbeat: %s", error.details())
 
     async def send_heartbeats(self) -> None:
         """Report this module for as long as the task lives."""

@@ -7,6 +7,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from nexrl.errors import InvalidArgumentError, Violation
 
+ALIVE = "alive"
+"""The service that whoever wants to know only whether the event loop turns asks gRPC health for."""
+
 
 class Settings(BaseSettings):
     """Where a service listens and where it finds the others. The same for all services; each reads what it needs."""

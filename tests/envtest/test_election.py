@@ -1,7 +1,7 @@
 """Of several operators one leads, and it knows when it does no more."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from uuid import uuid4
 
@@ -83,6 +83,15 @@ async def test_a_lease_that_is_not_renewed_is_taken_over(api: Api, lease: str) -
             await until_it_has_tried(second)
             assert not second.is_leader
             await until_leading(second)
+        with pytest.raises(LeadershipLostError):
+            await first.keep()
+        assert not first.is_leader
+
+
+async def test_one_whose_lease_another_holds_leads_no_more(api: Api, lease: str) -> None:
+    async with candidate(api, lease, "first") as first:
+        await until_leading(first)
+        await api.merge(LEASE, "default", lease, {"spec": {"holderIdentity": "second"}})
         with pytest.raises(LeadershipLostError, match="second holds it"):
             await first.keep()
         assert not first.is_leader
@@ -100,17 +109,26 @@ async def test_a_lease_that_is_renewed_is_not_taken_over(api: Api, lease: str) -
         await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_one_that_cannot_renew_leads_no_more_before_another_may(
-    api: Api, lease: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def unreachable(*_: object, **__: object) -> Object:
-        raise aiohttp.ClientConnectionError("no route")
+async def refused(*_: object, **__: object) -> Object:
+    raise aiohttp.ClientConnectionError("no route")
 
+
+async def unanswered(*_: object, **__: object) -> Object:
+    await asyncio.sleep(60.0)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("request_", [refused, unanswered])
+async def test_one_that_cannot_renew_leads_no_more_before_another_may(
+    api: Api, lease: str, monkeypatch: pytest.MonkeyPatch, request_: Callable[..., Awaitable[Object]]
+) -> None:
+    monkeypatch.setattr(election_module, "RETRY_SECONDS", 1.5)
+    monkeypatch.setattr(election_module, "LEASE_SECONDS", 3)
     async with candidate(api, lease, "first") as first:
         await until_leading(first)
         found = await api.get(LEASE, "default", lease)
         assert found is not None
-        monkeypatch.setattr(api, "request", unreachable)
+        monkeypatch.setattr(api, "request", request_)
         async with asyncio.timeout(found["spec"]["leaseDurationSeconds"]):
             with pytest.raises(LeadershipLostError, match="could not be renewed"):
                 await first.keep()

@@ -187,6 +187,29 @@ async def test_suspension_takes_all_pods_away_and_resumption_makes_another_train
         assert "steps: 9" in configuration["data"]["experiment.yaml"]
 
 
+async def test_what_runs_is_suspended_whatever_else_its_spec_has_wrong(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("wrong", namespace)
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await run(api, document, controller)
+        # Nobody but the operator's own reading of the spec sees what is wrong with it.
+        wrong = {"suspend": True, "redis": {"url": "redis://ours.example:99999"}}
+        await api.merge(EXPERIMENT, namespace, "wrong", {"spec": wrong})
+        await until_phase(api, namespace, "wrong", "Suspended")
+        accepted = await condition(api, namespace, "wrong", "Accepted")
+        assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+        assert "spec.redis.url" in accepted["message"]
+        assert not (await api.list(POD, namespace))["items"]
+        await api.merge(EXPERIMENT, namespace, "wrong", {"spec": {"suspend": False}})
+        await until_condition(api, namespace, "wrong", "Suspended", "False")
+        assert not (await api.list(POD, namespace))["items"]
+        await api.merge(EXPERIMENT, namespace, "wrong", {"spec": {"suspend": True}})
+        await api.merge(EXPERIMENT, namespace, "wrong", {"spec": {"redis": None}})
+        await api.merge(EXPERIMENT, namespace, "wrong", {"spec": {"suspend": False}})
+        await until_phase(api, namespace, "wrong", "Running")
+
+
 async def test_an_experiment_that_is_created_suspended_has_no_pods(api: Api, namespace: str, kubelet: Kubelet) -> None:
     services, document = Services(), experiment_object("three", namespace, suspend=True)
     # A worker of somebody else, labelled so that the experiment's NetworkPolicy lets it in, is not the operator's.

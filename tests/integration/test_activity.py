@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,9 +13,11 @@ from nexrl.activity import ActivityTracker
 from nexrl.errors import NexrlError
 from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.rpc.server import ServiceProcess
 from nexrl.v1 import activity_service_pb2 as pb
 from nexrl.v1.activity_service_pb2_grpc import add_ActivityServiceServicer_to_server
 from tests.support.rollout import Fake
+from tests.support.services import running_service
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MODULE = pb.Module(name="rollout-0", role="rollout", address="127.0.0.1:1")
@@ -28,9 +31,11 @@ class FakeController(Fake):
         self.modules: list[pb.Module] = []
         self.errors: list[pb.ErrorReport] = []
         self.metrics: list[pb.PostMetricsRequest] = []
+        self.has_ended = False
         self._refusals = refusals
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        self.has_ended = request.ends
         self.modules.append(request.module)
         await self._notify()
         if len(self.modules) <= self._refusals:
@@ -48,16 +53,21 @@ class FakeController(Fake):
 
 
 @asynccontextmanager
-async def tracked_by(controller: FakeController) -> AsyncIterator[ActivityTracker]:
+async def served(controller: FakeController) -> AsyncIterator[str]:
     server = grpc.aio.server(interceptors=[EdgeInterceptor()])
     add_ActivityServiceServicer_to_server(controller, server)  # type: ignore[arg-type]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with connect(f"127.0.0.1:{port}") as channel:
-            yield ActivityTracker(MODULE, channel)
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
+
+
+@asynccontextmanager
+async def tracked_by(controller: FakeController) -> AsyncIterator[ActivityTracker]:
+    async with served(controller) as address, connect(address) as channel:
+        yield ActivityTracker(MODULE, channel)
 
 
 @pytest.mark.guide("C2", "C4", "M3", "M4", "M5", "M16", "R5")
@@ -132,6 +142,17 @@ async def test_heartbeats_enter_the_module_and_go_on_after_a_refusal(monkeypatch
     first = controller.modules[0]
     assert (first.name, first.role, first.address) == (MODULE.name, MODULE.role, MODULE.address)
     assert [work.activity for work in first.work] == ["train"]
+
+
+async def test_a_service_that_is_stopped_says_so(tmp_path: Path) -> None:
+    async def start(process: ServiceProcess) -> None:
+        await process.set_ready()
+
+    controller = FakeController()
+    async with served(controller) as address, running_service(tmp_path, start, controller=address):
+        await controller.wait_for(lambda: bool(controller.modules))
+        assert not controller.has_ended
+    assert controller.has_ended
 
 
 async def test_without_a_controller_nothing_is_sent() -> None:

@@ -274,6 +274,17 @@ async def test_a_silent_module_is_shown_as_dead_and_reported_once(deploy: Deploy
     assert (seen.health, seen.error_level_count) == ("error", 1)
 
 
+async def test_a_module_that_says_that_it_ends_is_not_missed(deploy: Deploy, clock: Clock) -> None:
+    deployed = await deploy()
+    await deployed.heartbeat("rollout-1")
+    await ActivityTracker(activity_pb.Module(name="rollout-1"), deployed.channel).send_last_heartbeat()
+    clock.advance(31)
+    await deployed.controller.check_health()
+    seen = await deployed.seen()
+    assert [module.alive for module in seen.modules] == [False]
+    assert not seen.errors
+
+
 @pytest.mark.guide("Q47")
 async def test_nothing_is_reported_of_silence_when_health_checks_are_off(deploy: Deploy, clock: Clock) -> None:
     deployed = await deploy(monitor={"health": {"enabled": False}})

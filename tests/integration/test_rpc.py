@@ -248,6 +248,8 @@ async def test_health_is_serving_only_between_ready_and_drain(tmp_path: Path) ->
         health: Any = health_pb2_grpc.HealthStub(channel)
         states = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
         assert (await states.read()).status == NOT_SERVING
+        alive = await health.Check(health_pb2.HealthCheckRequest(service="alive"), timeout=20)
+        assert alive.status == SERVING
         await process.set_ready()
         assert (await states.read()).status == SERVING
         process.stopping.set()

@@ -15,8 +15,8 @@
 {{/* Labels that select pods: arguments are the root and a component. Two releases never select each other's. */}}
 {{- define "nexrl.selector" -}}
 {{- $root := index . 0 -}}
-app.kubernetes.io/name: {{ include "nexrl.name" $root }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/name: {{ include "nexrl.name" $root | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
@@ -150,7 +150,7 @@ priorityClassName: {{ . }}
 {{- if .Values.redis.enabled }}
 - to:
     - namespaceSelector:
-        matchLabels: {kubernetes.io/metadata.name: {{ .Release.Namespace }}}
+        matchLabels: {kubernetes.io/metadata.name: {{ .Release.Namespace | quote }}}
       podSelector:
         matchLabels: {{- include "nexrl.selector" (list . "redis") | nindent 10 }}
   ports: [{protocol: TCP, port: 6379}]

@@ -82,6 +82,9 @@ class ActivityServicer(ActivityServiceServicer):
     async def Heartbeat(self, request: activity_pb.HeartbeatRequest, context: Context) -> activity_pb.HeartbeatResponse:
         sent = request.module
         _require_names(**{"module.name": sent.name})
+        if request.ends:
+            self._activity.bury(sent.name)
+            return activity_pb.HeartbeatResponse()
         module = Module(sent.name, sent.role, sent.address, sent.metrics_url)
         work = [Work(w.token, w.activity, w.start_unix_seconds, w.waiting_on) for w in sent.work]
         return activity_pb.HeartbeatResponse(interval_seconds=await self._controller.heartbeat(module, work))

@@ -93,8 +93,11 @@ async def print_logs(target: Target, component: str, *, follows: bool) -> None:
         query = {"container": "nexrl", **({"follow": "true"} if follows else {})}
 
         async def copy(pod: str) -> None:
-            async for line in api.text(POD.path(namespace, pod, "log"), query):
-                sys.stdout.write((f"{pod} " if len(pods) > 1 else "") + line.decode(errors="replace"))
+            try:
+                async for line in api.text(POD.path(namespace, pod, "log"), query):
+                    sys.stdout.write((f"{pod} " if len(pods) > 1 else "") + line.decode(errors="replace"))
+            except ApiError as error:  # of one that is being created or is gone; the others have theirs
+                _say(f"{pod}: no log: {error.message}")
 
         await asyncio.gather(*map(copy, pods))
 

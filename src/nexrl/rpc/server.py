@@ -25,7 +25,7 @@ from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
 from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
-from nexrl.settings import Settings, load_settings
+from nexrl.settings import ALIVE, Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
 from nexrl.tls import CredentialFiles, Credentials, Tls, tls_from_environment
 from nexrl.v1 import activity_service_pb2 as activity_pb
@@ -128,13 +128,14 @@ class ServiceProcess:
     async def run(self, start: Callable[["ServiceProcess"], Awaitable[None]]) -> None:
         """Serve until `stopping` is set or background work fails; then drain. Raises what failed."""
         await self.set_ready(False)
+        await self._health.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
         try:
+            await self._health_server.start()
             await start(self)
             await self.set_ready(self._is_ready)  # also for what was added since
             if self.settings.reflection:
                 reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
             await self.server.start()
-            await self._health_server.start()
             self.spawn(self.activity.send_heartbeats())
             log.info("listening", extra={"address": self.address, "metrics_port": self.metrics_port})
             await self.stopping.wait()
@@ -152,6 +153,7 @@ class ServiceProcess:
             except Exception:
                 log.exception("work in hand could not be finished")
         await self._end_tasks()
+        await self.activity.send_last_heartbeat()
         await self._health_server.stop(None)
         for closer in reversed(self._closers):
             try:

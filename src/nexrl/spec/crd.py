@@ -26,7 +26,7 @@ LIVE = (
     "ttlSecondsAfterFinished",
     "controller",
 )
-"""What takes effect at once."""
+"""What may change at any time; it takes effect at once, that of `controller` after the next suspension."""
 ROLLING = ("rollout.template", "inference.template")
 """What replaces pods one by one."""
 

@@ -54,6 +54,17 @@ def _refuse(reason: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{message}", {"message": reason})
 
 
+def _with_port(url: str | None) -> str | None:
+    """The URL, whose host and port can be told apart, and be called."""
+    try:
+        port = urlsplit(url or "").port
+    except ValueError as error:
+        raise _refuse(f"its host or port is none ({error}); allowed: HOST:PORT, ports 1 to 65535") from None
+    if port == 0:
+        raise _refuse("its port is 0; allowed: 1 to 65535")
+    return url
+
+
 class Section(BaseModel):
     """A mapping of the experiment file."""
 
@@ -594,7 +605,7 @@ class InferenceSpec(Section):
     def _belongs_to_vllm(cls, url: str | None, info: ValidationInfo) -> str | None:
         if url is not None and info.data.get("backend", "vllm") != "vllm":
             raise _refuse(f"only backend vllm can run elsewhere; backend {info.data['backend']} is started by the run")
-        return url
+        return _with_port(url)
 
     @field_validator("api_key_env")
     @classmethod
@@ -721,7 +732,7 @@ class RedisSpec(Section):
     @field_validator("url")
     @classmethod
     def _holds_no_secret(cls, url: str | None) -> str | None:
-        parts = urlsplit(url or "")
+        parts = urlsplit(_with_port(url) or "")
         if parts.password or "password" in parse_qs(parts.query):
             raise _refuse("holds a password, and files are read by many; give it as NEXRL_REDIS_PASSWORD instead")
         return url

@@ -132,6 +132,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MODULE_FIELD_NUMBER: builtins.int
+    ENDS_FIELD_NUMBER: builtins.int
+    ends: builtins.bool
+    """True for the last one: the module ends in order, and its silence from now on is no error."""
     @property
     def module(self) -> Global___Module:
         """The module; silent_seconds and alive are ignored."""
@@ -140,9 +143,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
         self,
         *,
         module: Global___Module | None = ...,
+        ends: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["module", b"module"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["module", b"module"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ends", b"ends", "module", b"module"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from nexrl.tls import OPERATOR
 from nexrl_controller.operator.settings import OperatorSettings
@@ -56,6 +57,14 @@ def test_every_object_is_valid(values: tuple[str, ...]) -> None:
     for item in objects(values):
         if item["apiVersion"] not in (MONITORING, CERTIFICATES):
             kubernetes_validate.validate(item, KUBERNETES.rpartition(".")[0], strict=True)
+
+
+@programs
+def test_names_that_look_like_numbers_stay_text(program: str) -> None:
+    given = "redis.existingSecret=123,redis.secretKey=on,serviceAccount.name=123,redis.persistence.storageClassName=1"
+    done = helm(program, "template", "true", str(CHART), "--namespace", "123", "--set-string", given)
+    for item in filter(None, yaml.safe_load_all(done.stdout)):
+        kubernetes_validate.validate(item, KUBERNETES.rpartition(".")[0], strict=True)
 
 
 @programs

@@ -106,6 +106,20 @@ def test_a_password_is_referred_to_and_never_written_down() -> None:
     assert password["valueFrom"] == {"secretKeyRef": {"name": "x-redis", "key": "password"}}
 
 
+def test_who_runs_code_of_the_user_knows_no_redis() -> None:
+    made = renderer(settings={"redis_secret": "redis/password"}).workloads(1).items()
+    told = {name: {each["name"] for each in container(item)["env"]} for name, item in made}
+    redis = {"NEXRL_REDIS_URL", "NEXRL_REDIS_PASSWORD"}
+    assert {name for name in told if redis <= told[name]} == {"controller", "trajectory-pool", "weight-sync"}
+    assert {name for name in told if not redis & told[name]} == {"rollout", "trainer", "inference"}
+
+
+def test_an_event_loop_that_hangs_is_noticed_where_nothing_is_computed() -> None:
+    probes = {name: container(item)["livenessProbe"] for name, item in renderer().workloads(1).items()}
+    asked = {name for name, probe in probes.items() if probe.get("grpc", {}).get("service") == "alive"}
+    assert asked == {"controller", "trajectory-pool", "weight-sync"}
+
+
 def test_nobody_but_the_trainer_is_bound_to_the_node_of_the_volume() -> None:
     for mode, expected in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {"trainer", "controller"})):
         made = renderer(storage={"accessMode": mode}).workloads(1).items()

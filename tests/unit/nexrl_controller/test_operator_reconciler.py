@@ -69,7 +69,7 @@ async def test_one_that_cannot_be_worked_on_is_tried_again_and_ends_nothing(
 def test_annotations_of_any_length_are_nobodys_business(tmp_path: Path) -> None:
     made = reconciler(tmp_path)
     long = resource(annotations={"kubectl.kubernetes.io/last-applied-configuration": "x" * 5000})
-    assert made._renderer(Observed(long, [], [], None, 0.0)).experiment.metadata.name == "x"
+    assert made._obeyed(Observed(long, [], [], None, 0.0))[0].experiment.metadata.name == "x"
     made.close()
 
 

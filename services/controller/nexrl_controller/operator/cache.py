@@ -94,13 +94,16 @@ class Cache:
             if not (token := page["metadata"].get("continue")):
                 break
             query["continue"] = token
+        version = str(page["metadata"]["resourceVersion"])
+        # What we wrote while the server listed is in no page, and there all the same.
+        found |= {key: item for key, item in self._items.items() if key not in found and _version(item) > int(version)}
         self.heard_seconds = time.monotonic()
         changed = [item for key, item in found.items() if not _is_same(self._items.get(key), item)]
         gone = [item for key, item in self._items.items() if key not in found]
         self._items = found
         for item in [*changed, *gone]:
             self._on_change(item)
-        self._version = str(page["metadata"]["resourceVersion"])
+        self._version = version
 
     async def _watch(self, api: Api) -> None:
         events = api.watch(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nexrl.settings import ALIVE
 from nexrl.spec import Experiment, dump_resolved, with_folder
 from nexrl.spec.experiment import LEDGER_ANNOTATION
 from nexrl.tls import experiment_name
@@ -386,7 +387,7 @@ class Renderer:
                 {"name": name, "mountPath": str(path), **({"readOnly": True} if _is_read_only(source) else {})}
                 for name, (path, source) in volumes.items()
             ],
-            **_probes(),
+            **_probes(component),
         }
 
     def _environment(self, component: Component) -> Iterator[Object]:
@@ -400,7 +401,6 @@ class Renderer:
             "NEXRL_HEALTH_PORT": str(HEALTH_PORT),
             "NEXRL_METRICS_PORT": str(METRICS_PORT),
             "NEXRL_HTTP_PORT": str(HTTP_PORT),
-            "NEXRL_REDIS_URL": self.experiment.spec.redis.url or self.settings.redis_url,
             "NEXRL_CONTROLLER": owner.address("controller") if component.name != "controller" else "",
             "NEXRL_TRAJECTORY_POOL": owner.address("trajectory-pool"),
             "NEXRL_WEIGHT_SYNC": owner.address("weight-sync"),
@@ -409,6 +409,9 @@ class Renderer:
             "HF_HUB_OFFLINE": "1",
             "HOME": "/tmp",
         }
+        uses_redis = component.image == "control"  # the others run code of the user, or compute
+        if uses_redis:
+            values["NEXRL_REDIS_URL"] = self.experiment.spec.redis.url or self.settings.redis_url
         if self._judges_tokens(component):
             values["NEXRL_TOKEN_PORT"] = str(TOKEN_PORT)
         if self.settings.tls != "off":
@@ -420,7 +423,7 @@ class Renderer:
             }
         for name, value in values.items():
             yield _variable(name, value)
-        if self.settings.redis_secret and self.experiment.spec.redis.url is None:
+        if uses_redis and self.settings.redis_secret and self.experiment.spec.redis.url is None:
             yield {
                 "name": "NEXRL_REDIS_PASSWORD",
                 "valueFrom": {"secretKeyRef": {"name": f"{owner.name}-redis", "key": "password"}},
@@ -461,8 +464,11 @@ class Renderer:
         return {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 
 
-def _probes() -> Object:
-    alive = {"tcpSocket": {"port": "health"}}
+def _probes(component: Component) -> Object:
+    # One whose event loop hangs does not answer. What computes may hold its own for minutes: a port that is open is all
+    # that is asked of it.
+    is_light = component.image == "control"
+    alive = {"grpc": {"port": HEALTH_PORT, "service": ALIVE}} if is_light else {"tcpSocket": {"port": "health"}}
     return {
         "startupProbe": {**alive, "periodSeconds": 5, "failureThreshold": STARTUP_SECONDS // 5},
         # A process that holds the interpreter for a while, as PyTorch may, is not dead.

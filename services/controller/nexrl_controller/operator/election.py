@@ -48,10 +48,13 @@ class Election:
         log.info("leading")
 
     async def keep(self) -> None:
-        """Renew, for as long as the task lives. Raises LeadershipLostError."""
+        """Renew, for as long as the task lives. Raises LeadershipLostError, RENEW_SECONDS after the last time."""
         while True:
-            await asyncio.sleep(RETRY_SECONDS)
-            if not await self._try() and time.monotonic() - self._renewed_seconds > RENEW_SECONDS:
+            try:
+                async with asyncio.timeout(self._renewed_seconds + RENEW_SECONDS - time.monotonic()):
+                    await asyncio.sleep(RETRY_SECONDS)
+                    await self._try()
+            except TimeoutError:
                 self._lose(f"it could not be renewed for {RENEW_SECONDS:g} s")
 
     async def release(self) -> None:

@@ -1,8 +1,6 @@
 """Certificates and passwords of experiments, and the operator's own certificate, by which their controllers know it."""
 
-import asyncio
 import base64
-import logging
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,15 +15,10 @@ from nexrl_controller.operator.children import Owner, Renderer
 from nexrl_controller.operator.observed import owner_uid
 from nexrl_controller.operator.settings import OperatorSettings
 
-log = logging.getLogger(__name__)
-
 Object = dict[str, Any]
 
 RENEW_SECONDS = 6 * 3600.0
 """How often certificates are looked at."""
-WAITS, WAIT_SECONDS = 3, 3.0
-"""For a Secret that somebody else makes. Shorter than a Lease, which its holder does not renew while it waits here.
-The kubelet starts an operator again that has waited in vain."""
 _COMPONENTS = ("controller", "trajectory-pool", "weight-sync", "inference", "rollout", "trainer")
 
 
@@ -45,8 +38,8 @@ class Identity:
                 await self._renew_own()
             case "secret":
                 self._write(await self._secret(self._settings.release_namespace, self._settings.tls_secret))
-            case "certManager":
-                self._write(await self._awaited(self._settings.release_namespace, self._settings.own_tls_secret))
+            case "certManager":  # where it is not there yet, the kubelet starts this process again
+                self._write(await self._secret(self._settings.release_namespace, self._settings.own_tls_secret))
 
     @property
     def ca_file(self) -> Path:
@@ -106,15 +99,6 @@ class Identity:
         if found is None or not found.get("data"):
             raise FailedPreconditionError(f"Secret {namespace}/{name}: not there, or empty")
         return {key: base64.b64decode(value) for key, value in found["data"].items()}
-
-    async def _awaited(self, namespace: str, name: str) -> Mapping[str, bytes]:
-        for _ in range(WAITS):
-            try:
-                return await self._secret(namespace, name)
-            except FailedPreconditionError as error:
-                log.info("%s; cert-manager may be about to make it", error)
-                await asyncio.sleep(WAIT_SECONDS)
-        return await self._secret(namespace, name)
 
     def _write(self, files: Mapping[str, bytes]) -> None:
         for name in ("ca.crt", "tls.key", "tls.crt"):

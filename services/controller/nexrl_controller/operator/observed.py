@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from nexrl.errors import UnavailableError
 from nexrl_controller.operator.children import ATTEMPT_LABEL, BY_NAME, EXPERIMENT_LABEL, MANAGED_BY_LABEL, OPERATOR
 
 Object = dict[str, Any]
@@ -147,8 +148,8 @@ class Observed:
         return max([*now, int(self.status.get("disruptedAttempt", 0))])
 
     def controller_ends(self) -> tuple[int, str]:
-        """How often the controller's container has ended, and its last words."""
-        containers = map(_container, self.living("controller"))
+        """How often the controller's container has ended, and its last words; not while all it lacks is Redis."""
+        containers = [each for each in map(_container, self.living("controller")) if not _lacks_redis(each)]
         return max(((each.get("restartCount", 0), _last_words(each)) for each in containers), default=(0, ""))
 
     def trouble(self) -> Trouble | None:
@@ -262,6 +263,11 @@ def _container(pod: Object) -> Mapping[str, Any]:
 def _exit(request_id: str, component: str, ended: Mapping[str, Any]) -> Exit:
     code = int(ended.get("exitCode", 0))
     return Exit(request_id, component, 128 - code if code > 128 else code, _words(ended))
+
+
+def _lacks_redis(container: Mapping[str, Any]) -> bool:
+    ended = container.get("lastState", {}).get("terminated") or {}
+    return bool(ended.get("exitCode") == UnavailableError.exit_code)
 
 
 def _last_words(container: Mapping[str, Any]) -> str:

@@ -107,7 +107,7 @@ def _run(plan: Plan, observed: Observed, renderer: Renderer) -> None:
     plan.again_in = _next_deadline(observed, renderer)
     plan.exits = list(observed.exits())
     asked = observed.resource["metadata"].get("annotations", {}).get(AUDIT_ANNOTATION, "")
-    plan.audit = asked if asked != _audited(observed) and observed.ready("trajectory-pool") else ""
+    plan.audit = asked if asked not in (_audited(observed), FINAL_AUDIT) and observed.ready("trajectory-pool") else ""
     is_on = any(observed.workloads(name) for name in BY_NAME)
     if not is_on and (observed.living(*BY_NAME) or observed.has_predecessor):
         # Pods of before a pause, or a volume with the checkpoints of another: wait until they are gone.

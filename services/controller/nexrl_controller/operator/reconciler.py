@@ -28,7 +28,7 @@ from nexrl.k8s.api import (
     Api,
     ApiError,
 )
-from nexrl.spec import SpecError, parse_experiment
+from nexrl.spec import SpecError, parse_experiment, yaml_core
 from nexrl_controller.operator.cache import Cache
 from nexrl_controller.operator.children import BY_NAME, EXPERIMENT_LABEL, RUN_FOLDER, Owner, Renderer
 from nexrl_controller.operator.events import event_of_change, new_event
@@ -63,6 +63,8 @@ MAX_PROBLEM = 500
 RETRY_SECONDS = 2.0
 AUDITING_SECONDS = 30.0
 """A pool that has not answered for this long does not come up any more."""
+OBEYED = ("suspend", "activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished")
+"""What an experiment is asked for is done, whatever else its spec has wrong."""
 REFUSED_SECONDS = 60.0
 """Time until what the API server has refused is tried again."""
 
@@ -151,15 +153,19 @@ class Reconciler:
             return
         observed = self._observe(key, resource)
         try:
-            renderer = self._renderer(observed)
+            renderer, wrong = self._obeyed(observed)
         except SpecError as error:
             await self._write_status(observed, rejected(observed, "InvalidSpec", error.message))
             return
         if renderer.experiment.spec.redis.url is None:
             self._known[key] = renderer.owner.ledger
         plan = make_plan(observed, renderer)
+        if wrong:  # what runs is looked after, and can be stopped; nothing is changed
+            plan.apply, plan.scale = [], []
         await self._follow(key, observed, plan)
         verdict = await self._act(key, observed, renderer, plan)
+        if wrong:
+            verdict = replace(verdict, accepted="InvalidSpec", accepted_message=wrong)
         status = new_status(observed, renderer, verdict)
         await self._write_status(observed, status)
         self._come_again(key, observed, plan, status)
@@ -176,12 +182,26 @@ class Reconciler:
             resource, children, pods, self._followers.seen(key), time.time(), has_predecessor=has_predecessor
         )
 
-    def _renderer(self, observed: Observed) -> Renderer:
+    def _obeyed(self, observed: Observed) -> tuple[Renderer, str]:
+        """By its spec, and ""; where that is wrong by the one that its pods read, and what is wrong. Raises SpecError
+        where it was never started."""
+        asked = observed.resource["spec"]
+        try:
+            return self._renderer(observed, asked), ""
+        except SpecError as error:
+            found = next((each for each in observed.children if each["kind"] == CONFIG_MAP.kind), None)
+            if found is None:
+                raise
+            began = yaml_core.load(found["data"]["experiment.yaml"])["spec"]
+            spec = {key: value for key, value in began.items() if key not in OBEYED}
+            return self._renderer(observed, spec | {key: asked[key] for key in OBEYED if key in asked}), error.message
+
+    def _renderer(self, observed: Observed, spec: Object) -> Renderer:
         resource, metadata = observed.resource, observed.resource["metadata"]
         # No annotations: that of kubectl apply is as long as the object.
         known = {name: metadata[name] for name in ("name", "namespace")}
         document = {"apiVersion": EXPERIMENT.api_version, "kind": EXPERIMENT.kind, "metadata": known}
-        experiment = parse_experiment(document | {"spec": resource["spec"]}, RUN_FOLDER)
+        experiment = parse_experiment(document | {"spec": spec}, RUN_FOLDER)
         owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
         admission = observed.admission if queue_of(resource) else None
         most = admitted_counts(admission).get("rollout", 0) if admission else None

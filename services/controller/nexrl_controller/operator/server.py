@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+import aiohttp
 import grpc
 from aiohttp import web
 from prometheus_client import Gauge, generate_latest
@@ -30,7 +31,7 @@ from nexrl_controller.operator.work_queue import Key, WorkQueue
 
 log = logging.getLogger(__name__)
 
-WORKERS = 4
+WORKERS = 16
 BEAT_SECONDS = 1.0
 MAX_BEAT_AGE_SECONDS = 30.0
 MAX_WATCH_AGE_SECONDS = 3 * SILENCE_SECONDS
@@ -103,7 +104,10 @@ class Operator:
     async def _renew_identity(self) -> None:
         while True:
             await asyncio.sleep(RENEW_SECONDS)
-            await self.identity.begin()
+            try:
+                await self.identity.begin()
+            except (NexrlError, aiohttp.ClientError, OSError) as error:
+                log.warning("the operator's certificate stays as it is: %s", str(error) or type(error).__name__)
 
     async def _beat(self) -> None:
         while True:
