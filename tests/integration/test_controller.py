@@ -512,6 +512,7 @@ async def test_commits_are_followed(deploy: Deploy) -> None:
             if state.policy_version == 1:
                 break
         following.cancel()
+        assert deployed.controller.state.policy_version == 1
 
 
 # the process ---------------------------------------------------------------------------------------------------------

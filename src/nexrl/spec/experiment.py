@@ -362,7 +362,7 @@ class TrajectoryPoolSpec(Section):
         le=2**50,
         description="Bytes of trajectories, train batches and added tasks in Redis beyond which puts are refused while "
         "the trainer has a batch to use up, and half of which makes it write a checkpoint, which frees train batches. "
-        "One batch may go beyond it. Never more than two thirds of Redis' maxmemory.",
+        "One batch may go beyond it. Where two thirds of Redis' maxmemory are less, they are the limit.",
     )
     replicas: Replicas = Field(default=1, description="Identical pool processes.")
     template: Template = None

@@ -62,7 +62,9 @@ def test_every_object_is_valid(values: tuple[str, ...]) -> None:
 @programs
 def test_names_that_look_like_numbers_stay_text(program: str) -> None:
     given = "redis.existingSecret=123,redis.secretKey=on,serviceAccount.name=123,redis.persistence.storageClassName=1"
-    done = helm(program, "template", "true", str(CHART), "--namespace", "123", "--set-string", given)
+    names = ("true", str(CHART), "--namespace", "123", "--set-string", given)
+    done = helm(program, "template", *names, "--kube-version", KUBERNETES)
+    assert done.returncode == 0, done.stderr
     for item in filter(None, yaml.safe_load_all(done.stdout)):
         kubernetes_validate.validate(item, KUBERNETES.rpartition(".")[0], strict=True)
 
