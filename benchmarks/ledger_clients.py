@@ -19,9 +19,11 @@ import grpc
 import redis
 
 from nexrl.client import RolloutClient
-from nexrl.memory import keep_freed_memory
+from nexrl.malloc import keep_freed_memory
 from nexrl.policy import Policy
 from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.train_batch import TrainBatch
+from nexrl.train_batch_proto import encode_train_batch
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
@@ -47,6 +49,10 @@ PROCESSORS = 2
 CALL_SECONDS = 60.0
 
 
+AHEAD_BATCHES = 16
+"""Batches that producers may be ahead: credit of ours, room of the raw side."""
+
+
 @dataclass(frozen=True)
 class Work:
     """What one producer does: `groups` of them, put `together` at a time, as fast as it can or as often as said."""
@@ -65,6 +71,7 @@ def example_result() -> pb.SampleResult:
         loss_mask=[False] * PROMPT_TOKENS + [True] * completion_tokens,
         logprobs=[0.0] * PROMPT_TOKENS + [-chance.expovariate(1.0) for _ in range(completion_tokens)],
         spans=[pb.PolicySpan(start=PROMPT_TOKENS, end=TOKENS, policy_version=100)],
+        completions=[pb.CompletionSpan(start=PROMPT_TOKENS, end=TOKENS, draw=pb.Draw(temperature=1.0, top_p=1.0))],
         reward=1.0,
         reward_components={"exact": 1.0, "format": 1.0},
         metadata={"data_source": "mock", "attempt": "first"},
@@ -106,7 +113,8 @@ async def _produce(target: str, number: int, work: Work) -> list[float]:
 
 
 async def _put(client: RolloutClient, lease: pb.TaskLease, results: Sequence[pb.SampleResult]) -> None:
-    version = int(lease.group_id) // BATCH_GROUPS  # of the batch that it will be in: nothing becomes stale
+    # The oldest version that is not stale in the batch that the group will be in; it is committed by then.
+    version = max(0, int(lease.group_id) // BATCH_GROUPS - AHEAD_BATCHES)
     for sample, result in zip(lease.samples, results, strict=True):
         result.sample_id, result.attempt = sample.sample_id, sample.attempt
         result.trajectories[0].spans[0].policy_version = version
@@ -151,7 +159,8 @@ class _Trainer:
             lease = await self._lease(worker)
             samples = [sample.sample_id for group in lease.groups for sample in group.samples]
             assert len(samples) == BATCH_SIZE
-            batch = train_pb.TrainBatch(batch_id=lease.batch_id, model_tag=TAG, sample_ids=samples)
+            tensors = encode_train_batch(TrainBatch.pack([]))
+            batch = train_pb.TrainBatch(batch_id=lease.batch_id, model_tag=TAG, sample_ids=samples, tensors=tensors)
             put = train_pb.PutTrainBatchRequest(
                 request_id=new_request_id(), train_batch=batch, batch_attempt=lease.attempt
             )

@@ -72,7 +72,7 @@ class Consumer:
     """One client process that takes batches."""
 
     def run(self, pool: "ray.actor.ActorHandle", batches: int) -> list[float]:
-        """Take and acknowledge `batches`; gives when each was (seconds). The next is asked for ahead of time."""
+        """Take and acknowledge `batches`; returns the time of each (seconds). The next is requested ahead of time."""
         times: list[float] = []
         asked = pool.get_batch.remote()
         while len(times) < batches:

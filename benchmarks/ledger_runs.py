@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import redis
 
 from benchmarks.ledger_clients import (
+    AHEAD_BATCHES,
     BATCH_GROUPS,
     BATCH_SIZE,
     GROUP_SIZE,
@@ -44,8 +45,6 @@ from tests.support.services import small_experiment
 ROOT = Path(__file__).resolve().parents[1]
 RAY_PYTHON = ROOT / ".venv-ray/bin/python"
 PRODUCERS = 7
-AHEAD_BATCHES = 16
-"""Batches that producers may be ahead: credit of ours, room of the raw side."""
 SKIPPED_BATCHES = 24
 """Left out at the beginning of a run, until producers are as far ahead as they may be."""
 START_SECONDS = 60.0
@@ -62,7 +61,7 @@ _processes = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of clients gave: trajectories per second, CPU time by kind of process, and how long puts took."""
+    """Result of a run of clients: trajectories per second, CPU time by kind of process, and how long puts took."""
 
     rate: float
     cpu_us: dict[str, float]
@@ -144,7 +143,7 @@ def run_clients(
 def end(
     producers: Sequence[BaseProcess], consumers: Sequence[BaseProcess], durations: "SimpleQueue[list[float]]"
 ) -> tuple[float, ...]:
-    """Wait until the clients have ended; gives how long the puts took of those producers that have done their work."""
+    """Wait until the clients have ended. Returns the seconds of each put of finished producers."""
     for process in consumers:
         process.join()
     deadline = time.monotonic() + END_SECONDS

@@ -21,6 +21,7 @@ from typing import Any
 
 from nexrl.models import build_model
 from nexrl.spec import Experiment, load_experiment
+from nexrl.spec.algorithm import PpoClip
 from nexrl.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,8 +57,9 @@ def main() -> None:
 
 
 def write_recipe(experiment: Experiment, folder: Path) -> Path:
-    """What TRL needs to do the same: the initial model as a folder, hyper-parameters as JSON; gives the JSON's path."""
+    """Write what TRL needs: the initial model as a folder, hyper-parameters as JSON. Returns the JSON's path."""
     spec = experiment.spec
+    assert isinstance(spec.algorithm, PpoClip)
     build_model(spec.model, spec.model.seed).save_pretrained(folder / "model")
     build_tokenizer(spec.model).save_pretrained(folder / "model")
     recipe = {

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def train(recipe: Recipe, output_dir: Path) -> dict[str, list[float]]:
-    """Run GRPOTrainer; gives the end of each step (seconds, arbitrary zero) and the mean reward of each step."""
+    """Run GRPOTrainer; returns the end of each step (seconds, arbitrary zero) and the mean reward of each step."""
     task = _load_task(Path(recipe["task_module"]))
     rewards: list[float] = []
     clock = StepClock()

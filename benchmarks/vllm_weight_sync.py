@@ -33,7 +33,7 @@ from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Receiver, Sender
 from nexrl_weight_sync import metrics
-from nexrl_weight_sync.coordinator import Replica
+from nexrl_weight_sync.records import Replica
 from tests.support.redis import running_redis
 from tests.support.services import small_experiment
 from tests.support.vllm import START_SECONDS, replica_process

@@ -1,9 +1,11 @@
-"""A rollout worker of one's own, outside of NexRL: it feeds a running experiment through gRPC alone.
+"""A rollout worker in a process of its own, outside of NexRL: it feeds a running experiment through gRPC alone.
+
+A worker inside of NexRL's rollout processes needs less: `rollout.type: worker`, see nexrl.rollout_worker.
 
     python examples/custom_rollout_worker.py POOL_HOST:PORT WEIGHT_SYNC_HOST:PORT ALPHABET
 
-`nexrl status runs/NAME` tells both addresses, as does runs/NAME/endpoints.json while the run is on. ALPHABET is that of
-the experiment's scratch model. The reward here is the share of characters that are right.
+`nexrl status runs/NAME` prints both addresses; runs/NAME/endpoints.json has them while the run is running. ALPHABET is
+that of the experiment's scratch model. The reward here is the share of characters that are right.
 """
 
 import asyncio
@@ -13,16 +15,16 @@ import sys
 from nexrl.client import open_rollout_client
 from nexrl.errors import DeadlineExceededError, UnavailableError
 from nexrl.policy import Sampling
+from nexrl.rollout_worker import scored
 from nexrl.transcript import Transcript
-from nexrl.v1.trajectory_pb2 import VERDICT_OK, SampleResult
 
 BOS, EOS, FIRST_CHARACTER = 1, 2, 4
 GENERATE_SECONDS = 30.0
-"""Longest time without an engine: then the samples' leases lapse, and others sample them."""
+"""Longest wait for an engine. After it the samples' leases run out, and other workers get the samples."""
 
 
 async def main(pool: str, weight_sync: str, alphabet: str) -> None:
-    """Work until the data is exhausted, or the pool has been away for longer than a restart takes: the run is over."""
+    """Work until the data is exhausted, or the pool is unreachable for longer than a restart takes."""
     try:
         await work(pool, weight_sync, alphabet)
     except (UnavailableError, DeadlineExceededError) as error:
@@ -35,7 +37,7 @@ async def work(pool: str, weight_sync: str, alphabet: str) -> None:
         async for lease in client.leases(max_samples=16):
             task = json.loads(lease.task.item_json)
             prompt_ids = [BOS, *(FIRST_CHARACTER + alphabet.index(character) for character in task["prompt"])]
-            sampling = Sampling(max_new_tokens=len(task["answer"]) + 1, temperature=lease.temperature)
+            sampling = Sampling.of(lease, max_new_tokens=len(task["answer"]) + 1)
             try:
                 completions = await client.policy.generate(
                     prompt_ids, len(lease.samples), sampling, timeout_seconds=GENERATE_SECONDS
@@ -49,9 +51,7 @@ async def work(pool: str, weight_sync: str, alphabet: str) -> None:
                 transcript = Transcript(prompt_ids)
                 transcript.add_completion(completion)
                 trajectory = transcript.trajectory(reward, metadata={"task_id": lease.task.task_id}, response=text)
-                result = SampleResult(sample_id=sample.sample_id, attempt=sample.attempt, verdict=VERDICT_OK)
-                result.trajectories.append(trajectory)
-                results.append(result)
+                results.append(scored(sample, [trajectory], completion.finish_reason))
             await client.put(lease.purpose, results)
 
 

@@ -12,7 +12,7 @@ import time
 def slow_down(seconds: float) -> None:
     """Make every step of the learner take `seconds`."""
     # Here, because every other process of the run reads this file too.
-    from nexrl_trainer.batching import TrainBatch
+    from nexrl.train_batch import TrainBatch
     from nexrl_trainer.step import Learner, StepMetrics
 
     train = Learner.train

@@ -1,11 +1,11 @@
-"""What this process is doing: work in flight, reported to the controller with a heartbeat, and its errors."""
+"""Tracks the work of this process and reports it, with heartbeats and errors, to the controller."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 import grpc
 
@@ -19,10 +19,17 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 LAST_SECONDS = 2.0
+MIN_HEARTBEAT_SECONDS = 0.1
+"""Shortest time between two heartbeats. It limits a process that alternates between idle and busy to ten per second."""
 
 
 class ActivityTracker:
-    """The work of one module. Without a channel (in tests, or when the controller is the module) nothing is sent."""
+    """Tracks the work in flight of one module, and reports it to the controller.
+
+    A heartbeat is sent at once when the module becomes busy or idle, because ActivityService.WaitQuiescent waits for
+    that. While the module stays busy, other changes of its work are part of the next regular heartbeat. Without a
+    channel nothing is sent; tests and the controller itself have none.
+    """
 
     def __init__(self, module: pb.Module, channel: grpc.aio.Channel | None) -> None:
         self._module = module
@@ -30,32 +37,36 @@ class ActivityTracker:
         self._stub = ActivityServiceStub(channel) if channel else None
         self._reports: set[asyncio.Task[str]] = set()
         self._last_error: Exception | None = None
+        self._was_idle_when_reported = True
+        self._changed = asyncio.Event()
 
     @property
     def module_name(self) -> str:
-        """Name of the module, as 'rollout-0'."""
+        """Name of the module, for example 'rollout-0'."""
         return self._module.name
 
-    @contextmanager
+    @contextlib.contextmanager
     def track(self, activity: str, waiting_on: str = "") -> Iterator[None]:
-        """Count `activity` as in flight while the block runs. `waiting_on` names the component it waits for.
+        """Count `activity` as in flight while the block runs. `waiting_on` names the component that it waits for.
 
-        An exception that leaves the block is reported, once, and goes on its way; cancellation is no error. To be used
-        in the event loop, where the report is sent.
+        An exception that leaves the block is reported once and raised again. Cancellation is not an error. Call this
+        from the event loop, because the reports are sent in tasks of the running loop.
         """
         token = new_request_id()
         self._work[token] = pb.Work(
             token=token, activity=activity, start_unix_seconds=time.time(), waiting_on=waiting_on
         )
+        self._changed.set()
         try:
             yield
         except Exception as error:
-            if error is not self._last_error:  # not reported yet by a block within this one
+            if error is not self._last_error:  # an inner block has not reported it yet
                 self._last_error = error
                 self._report_soon(error, activity)
             raise
         finally:
             del self._work[token]
+            self._changed.set()
 
     def _report_soon(self, error: Exception, activity: str) -> None:
         report = asyncio.get_running_loop().create_task(self.report(error, work_context=activity))
@@ -63,16 +74,16 @@ class ActivityTracker:
         report.add_done_callback(self._reports.discard)
 
     async def reports_sent(self) -> None:
-        """Return when the reports of `track` have been sent, or could not be."""
+        """Wait until each report of `track` has been sent or has failed, at most CALL_SECONDS."""
         if self._reports:
             await asyncio.wait(self._reports, timeout=CALL_SECONDS)
 
     def is_quiescent(self) -> bool:
-        """True when nothing is in flight."""
+        """Return whether nothing is in flight."""
         return not self._work
 
     def snapshot(self) -> pb.Module:
-        """The module with its work in flight."""
+        """Return the module with its work in flight."""
         module = pb.Module()
         module.CopyFrom(self._module)
         module.work.extend(self._work.values())
@@ -86,7 +97,7 @@ class ActivityTracker:
         severity: "pb.Severity.ValueType" = pb.SEVERITY_ERROR,
         details: Mapping[str, str] | None = None,
     ) -> str:
-        """Send an error to the controller; gives its id, or "" when it cannot be told (the error is logged here)."""
+        """Log an error and send it to the controller. Return its id, or "" if the controller cannot be reached."""
         report = pb.ErrorReport(
             module=self.module_name,
             work_context=work_context,
@@ -109,31 +120,41 @@ class ActivityTracker:
             request = pb.ReportErrorRequest(request_id=new_request_id(), error=report)
             return (await call(self._stub.ReportError, request, timeout_seconds=CALL_SECONDS)).error_id
         except NexrlError as unsent:
-            log.warning("the controller could not be told: %s", unsent)
+            log.warning("the error could not be sent to the controller: %s", unsent)
             return ""
 
     async def post_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of `step` with the experiment's logging backends."""
+        """Send metrics of `step` to the logging backends of the experiment."""
         if self._stub is not None:
             request = pb.PostMetricsRequest(request_id=new_request_id(), step=step, metrics=metrics)
             await call(self._stub.PostMetrics, request, timeout_seconds=60)
 
     async def send_last_heartbeat(self) -> None:
-        """Say that this process ends in order; a controller that cannot be told now takes it for silent later."""
+        """Tell the controller that this process stops on purpose, so that missing heartbeats are not an error."""
         if self._stub is None:
             return
         try:
             await self._stub.Heartbeat(pb.HeartbeatRequest(module=self._module, ends=True), timeout=LAST_SECONDS)
         except grpc.aio.AioRpcError as error:
-            log.info("last heartbeat: %s", error.details())
+            log.info("the last heartbeat could not be sent: %s", error.details())
 
     async def send_heartbeats(self) -> None:
-        """Report this module for as long as the task lives."""
+        """Send heartbeats until cancelled: at the controller's interval, and when the module becomes busy or idle."""
         while self._stub is not None:
             try:
+                self._was_idle_when_reported = self.is_quiescent()
                 request = pb.HeartbeatRequest(module=self.snapshot())
                 answer = await call(self._stub.Heartbeat, request, timeout_seconds=CALL_SECONDS)
-                await asyncio.sleep(answer.interval_seconds)
+                await self._wait_until_due(answer.interval_seconds)
             except NexrlError as error:
-                log.warning("heartbeat: %s", error)
+                log.warning("a heartbeat could not be sent: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
+
+    async def _wait_until_due(self, seconds: float) -> None:
+        """Wait `seconds`, or less if the module becomes busy or idle, but at least MIN_HEARTBEAT_SECONDS."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.sleep(MIN_HEARTBEAT_SECONDS)
+                while self.is_quiescent() == self._was_idle_when_reported:
+                    self._changed.clear()
+                    await self._changed.wait()

@@ -1,4 +1,4 @@
-"""The command line: nexrl run | validate | status | audit | traj | serve; on a cluster submit | logs | suspend | ..."""
+"""The command line `nexrl`. Each command imports what it needs when it runs, so that the others start fast."""
 
 import asyncio
 import sys
@@ -21,7 +21,8 @@ app = typer.Typer(
 
 ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as algorithm.learningRate=1e-3.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values to set, for example algorithm.learningRate=1e-3."),
 ]
 
 
@@ -29,10 +30,10 @@ Overrides = Annotated[
 def run(
     experiment: ExperimentFile,
     overrides: Overrides = None,
-    root: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option(help="Port of the controller; 0 takes a free one.", min=0, max=65535)] = 0,
+    root: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Port of the controller; 0 selects a free one.", min=0, max=65535)] = 0,
 ) -> None:
-    """Run an experiment on this machine, every service as a process of its own."""
+    """Run an experiment on this machine, each service in its own process."""
     from nexrl.local.launcher import RunOptions, run_experiment
 
     raise typer.Exit(run_experiment(experiment, overrides or [], RunOptions(root, port)))
@@ -40,14 +41,14 @@ def run(
 
 @app.command()
 def validate(experiment: ExperimentFile, overrides: Overrides = None) -> None:
-    """Check an experiment file, and what it names on this machine; tells everything that is wrong at once."""
+    """Check an experiment file and the files and modules it names. Reports all problems at once."""
     loaded = load_experiment(experiment, overrides or [])
     typer.echo(f"{experiment}: {loaded.metadata.name} can run here")
 
 
 @app.command()
-def serve(service: Annotated[str, typer.Argument(help="The service, as 'trainer'.")]) -> None:
-    """Run one service in this process, with settings from the environment (NEXRL_*)."""
+def serve(service: Annotated[str, typer.Argument(help="The service, for example trainer.")]) -> None:
+    """Run one service in this process. Settings come from the environment (NEXRL_*)."""
     found = {point.name: point for point in entry_points(group="nexrl.services")}
     if service not in found:
         raise InvalidArgumentError(f"service: {service!r}; allowed: {', '.join(sorted(found))}")
@@ -55,20 +56,21 @@ def serve(service: Annotated[str, typer.Argument(help="The service, as 'trainer'
 
 
 RunOrName = Annotated[
-    str, typer.Argument(help="The folder of a run, as runs/sort-digits; or the name of an experiment on the cluster.")
+    str,
+    typer.Argument(help="The folder of a run, for example runs/sort-digits; or an experiment on the cluster."),
 ]
-ExperimentName = Annotated[str, typer.Argument(help="The experiment on the cluster of KUBECONFIG.")]
-Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Its namespace; else that of KUBECONFIG's context.")]
+ExperimentName = Annotated[str, typer.Argument(help="Name of the experiment on the cluster.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Its namespace; default: that of the context.")]
 
 
 def _is_run(name: str) -> bool:
-    """Whether a name is that of a folder, not of an experiment on a cluster."""
+    """Return whether `name` is the folder of a run, and not an experiment on a cluster."""
     return "/" in name or Path(name).is_dir()
 
 
 @app.command()
 def status(run: RunOrName, namespace: Namespace = "") -> None:
-    """What the processes of a run, or the pods of an experiment, are doing, and what went wrong."""
+    """Show the phase, processes and errors of a run, or of an experiment on the cluster."""
     if _is_run(run):
         from nexrl.local.status import print_status
 
@@ -84,9 +86,9 @@ def submit(
     experiment: ExperimentFile,
     overrides: Overrides = None,
     namespace: Namespace = "",
-    prints: Annotated[bool, typer.Option("--print", help="Print what would be applied, instead.")] = False,
+    prints: Annotated[bool, typer.Option("--print", help="Print the manifest and do not apply it.")] = False,
 ) -> None:
-    """Run an experiment on the cluster, with the modules beside its file; as kubectl apply, which takes no modules."""
+    """Run an experiment on the cluster. Unlike `kubectl apply`, this includes the Python modules beside the file."""
     from nexrl.k8s import commands
 
     document = commands.bundled(experiment, overrides or [])
@@ -99,11 +101,11 @@ def submit(
 @app.command()
 def logs(
     name: ExperimentName,
-    component: Annotated[str, typer.Argument(help="trainer, rollout, controller, ...")] = "trainer",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes.")] = False,
+    component: Annotated[str, typer.Argument(help="The component: trainer, rollout, controller, ...")] = "trainer",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     namespace: Namespace = "",
 ) -> None:
-    """The logs of a component of an experiment on the cluster."""
+    """Print the logs of one component of an experiment on the cluster."""
     from nexrl.k8s import commands
 
     asyncio.run(commands.print_logs(commands.Target(name, namespace), component, follows=follow))
@@ -111,7 +113,7 @@ def logs(
 
 @app.command()
 def suspend(name: ExperimentName, namespace: Namespace = "") -> None:
-    """Have an experiment on the cluster write a checkpoint and give all its pods back; waits until it has."""
+    """Suspend an experiment on the cluster: it writes a checkpoint and frees all its pods. Waits until it is done."""
     from nexrl.k8s import commands
 
     asyncio.run(commands.suspend(commands.Target(name, namespace), is_suspended=True))
@@ -119,7 +121,7 @@ def suspend(name: ExperimentName, namespace: Namespace = "") -> None:
 
 @app.command()
 def resume(name: ExperimentName, namespace: Namespace = "") -> None:
-    """Have a suspended experiment go on from its checkpoint; waits until it trains."""
+    """Resume a suspended experiment from its checkpoint. Waits until it trains."""
     from nexrl.k8s import commands
 
     asyncio.run(commands.suspend(commands.Target(name, namespace), is_suspended=False))
@@ -127,22 +129,22 @@ def resume(name: ExperimentName, namespace: Namespace = "") -> None:
 
 @app.command()
 def delete(name: ExperimentName, namespace: Namespace = "") -> None:
-    """Delete an experiment on the cluster, with its volume."""
+    """Delete an experiment on the cluster, and its volume."""
     from nexrl.k8s import commands
 
     asyncio.run(commands.delete(commands.Target(name, namespace)))
 
 
-RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, on or ended, as runs/sort-digits.")]
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, running or ended, for example runs/sort-digits.")]
 
 
 @app.command()
 def audit(
     run: RunOrName,
-    pool: Annotated[str | None, typer.Option(help="Ask this trajectory pool, host:port, instead.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Use this trajectory pool, host:port, instead.")] = None,
     namespace: Namespace = "",
 ) -> None:
-    """Prove that every sample is accounted for, once, from the records of the ledger; ends with code 11 when not."""
+    """Check that the ledger accounts for every sample exactly once. Exits with code 11 if it does not."""
     if pool or _is_run(run):
         from nexrl.local.audit import print_audit
 
@@ -153,23 +155,23 @@ def audit(
         asyncio.run(commands.print_audit(commands.Target(run, namespace)))
 
 
-traj = typer.Typer(no_args_is_help=True, help="What was sampled: list it, look at it, draw it again.")
+traj = typer.Typer(no_args_is_help=True, help="List, show and replay samples.")
 app.add_typer(traj, name="traj")
 
-SampleId = Annotated[str, typer.Argument(help="A sample, as 17.0; `nexrl traj list` has them.")]
+SampleId = Annotated[str, typer.Argument(help="Id of a sample, for example 17.0; see `nexrl traj list`.")]
 
 
 @traj.command("list")
 def list_trajectories(
     run_folder: RunFolder,
-    batch: Annotated[int | None, typer.Option(help="Only those of this batch, from 0.", min=0)] = None,
-    state: Annotated[str | None, typer.Option(help="Only those in this state: durable, trained, dropped, ...")] = None,
+    batch: Annotated[int | None, typer.Option(help="Only samples of this batch, counted from 0.", min=0)] = None,
+    state: Annotated[str | None, typer.Option(help="Only this state: durable, trained, dropped, ...")] = None,
     limit: Annotated[
-        int | None, typer.Option(help="At most so many, the newest; 50 unless a batch is named.", min=1)
+        int | None, typer.Option(help="Only the newest this many samples. Default: 50, or all with --batch.", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line, one for each trajectory.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per trajectory and line.")] = False,
 ) -> None:
-    """What became of samples: where they are, how they ended, which step they trained."""
+    """List samples: their state, their verdict, and the step that trained on them."""
     from nexrl.local.trajectories import Filter, print_list
 
     asyncio.run(print_list(run_folder, Filter(batch, state, limit), as_json=as_json))
@@ -179,9 +181,9 @@ def list_trajectories(
 def get_trajectory(
     run_folder: RunFolder,
     sample_id: SampleId,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Everything about one sample: tokens, text, log-probabilities, versions, rewards, and the step that used it."""
+    """Show one sample: tokens, text, log-probabilities, versions, rewards, and the step that used it."""
     from nexrl.local.trajectories import print_sample
 
     asyncio.run(print_sample(run_folder, sample_id, as_json=as_json))
@@ -191,17 +193,18 @@ def get_trajectory(
 def replay_trajectory(
     run_folder: RunFolder,
     sample_id: SampleId,
-    engine: Annotated[str | None, typer.Option(help="Ask this engine, host:port, whatever it serves.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Use this engine, host:port, whatever version it serves.")] = None,
     policy_version: Annotated[
-        int | None, typer.Option("--version", help="Ask this policy version, not the recorded one.", min=0)
+        int | None, typer.Option("--version", help="Use this policy version instead of the recorded one.", min=0)
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Difference of a log-probability that is none; bfloat16 needs about 0.1.", min=0)
+        float,
+        typer.Option(help="Log-probabilities that differ by less are equal; use 0.1 for bfloat16.", min=0),
     ] = 1e-3,
 ) -> None:
-    """Draw a sample again with its recorded seed, and show what differs; ends with code 11 when something does.
+    """Generate a sample again with its recorded seed and show the differences. Exits with code 11 if there are any.
 
-    A replica that still serves the policy version is asked, else an engine that is started from its checkpoint.
+    Uses a running replica that serves the policy version, or else starts an engine from the checkpoint of that version.
     """
     from nexrl.local.replay import ReplayOptions, replay
 
@@ -215,7 +218,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point: errors go to standard error as one message, and their class decides the exit code."""
+    """Run the command line. A typed error is printed as one message, and its class decides the exit code."""
     try:
         app()
     except NexrlError as error:

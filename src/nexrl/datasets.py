@@ -1,7 +1,7 @@
-"""Tasks: what a data section of an experiment means, read and checked as a whole before anything starts.
+"""Reads and checks the tasks of an experiment's data sections before anything starts.
 
-All tasks of a source are kept in memory (at most MAX_TASKS). Their order is a pure function of seed and epoch: one
-position in the sequence of all epochs is all that a checkpoint needs to remember of the data.
+All tasks of a source are kept in memory (at most MAX_TASKS). Their order is a pure function of seed and epoch, so a
+checkpoint only stores the position in the sequence of all epochs.
 """
 
 import difflib
@@ -12,31 +12,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, cast
 
 import numpy as np
 
+from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import InvalidArgumentError, Violation
-from nexrl.references import load_reference
 
-if TYPE_CHECKING:  # nexrl.spec.load checks the tasks of a file with this module
-    from nexrl.spec.experiment import (
-        DataSpec,
-        ExperimentSpec,
-        MockDataSpec,
-        PythonDataSpec,
-        ReasoningGymDataSpec,
-    )
+if TYPE_CHECKING:  # nexrl.spec.machine checks the tasks of a file with this module
+    from nexrl.spec.data import DataSpec, FileDataSpec, MockDataSpec, PythonDataSpec, ReasoningGymDataSpec
+    from nexrl.spec.experiment import ExperimentSpec
 
 MAX_TASKS = 1_000_000
 MAX_REPORTED = 10
-"""Broken rows named in one message."""
+"""Wrong rows listed in one message."""
 
 Split = Literal["train", "validation"]
 
 
 class Task(TypedDict):
-    """One item of a data set, JSON values only, since it crosses the wire; `metadata` has the row's other fields."""
+    """One item of a data set: JSON values only, as it is sent by RPC. `metadata` has the row's other fields."""
 
     id: str
     prompt: str
@@ -45,12 +40,12 @@ class Task(TypedDict):
 
 
 class DatasetError(InvalidArgumentError):
-    """A source of tasks cannot be used; `violations` name the experiment's key, and file, line and field."""
+    """A source of tasks cannot be used. `violations` name the experiment's key, and file, line and field."""
 
 
 @dataclass(frozen=True)
 class TaskSource:
-    """The tasks of one split, in the order in which they are handed out."""
+    """The tasks of one split, and the order in which they are granted."""
 
     tasks: Sequence[Task]
     seed: int
@@ -58,22 +53,22 @@ class TaskSource:
     epochs: int | None
 
     def __len__(self) -> int:
-        """Tasks of one epoch; at least 1."""
+        """Number of tasks per epoch; at least 1."""
         return len(self.tasks)
 
     @property
     def total(self) -> int | None:
-        """Tasks of all epochs; None when there is no end."""
+        """Number of tasks in all epochs; None if there is no limit."""
         return None if self.epochs is None else self.epochs * len(self)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Epoch and index of a position in the sequence of all epochs, from 0. Raises IndexError past its end."""
+        """Return epoch and index of a position in the sequence of all epochs. Raises IndexError past its end."""
         if position < 0 or (self.total is not None and position >= self.total):
             raise IndexError(f"position {position} of {self.total} tasks")
         return divmod(position, len(self))
 
     def task(self, epoch: int, index: int) -> Task:
-        """The task at `index` in the order of `epoch`. Raises IndexError outside of the source."""
+        """Return the task at `index` in the order of `epoch`. Raises IndexError for an index outside the source."""
         if not 0 <= index < len(self):
             raise IndexError(f"task {index} of {len(self)}")
         return self.tasks[_order(self.seed, epoch, len(self))[index] if self.shuffle else index]
@@ -87,9 +82,9 @@ class Datasets(NamedTuple):
 
 
 def open_datasets(spec: "ExperimentSpec", folder: Path) -> Datasets:
-    """Reads and checks all tasks of an experiment; training leaves out the prompts that validation holds out.
+    """Read and check all tasks of an experiment. Training omits the prompts that validation holds out.
 
-    Relative paths and modules of the user are looked up in `folder`. Raises DatasetError: all that is wrong in both.
+    Relative paths and modules of the user are searched in `folder`. Raises DatasetError for all problems at once.
     """
     violations: list[Violation] = []
     sources: dict[Split, TaskSource] = {}
@@ -110,9 +105,9 @@ def open_datasets(spec: "ExperimentSpec", folder: Path) -> Datasets:
 
 
 def open_dataset(data: "DataSpec", base_path: Path, split: Split = "train") -> TaskSource:
-    """Reads and checks the tasks of one data section.
+    """Read and check the tasks of one data section.
 
-    Relative paths and modules of the user are looked up in `base_path`. Raises DatasetError.
+    Relative paths and modules of the user are searched in `base_path`. Raises DatasetError.
     """
     rows = _rows(data, base_path, split)
     tasks: list[Task] = []
@@ -129,13 +124,13 @@ def open_dataset(data: "DataSpec", base_path: Path, split: Split = "train") -> T
     if problems:
         rest = [f"and {len(problems) - MAX_REPORTED} more"] if len(problems) > MAX_REPORTED else []
         raise _error([Violation(rows.key, problem) for problem in problems[:MAX_REPORTED] + rest])
-    is_training = split == "train"  # validation makes one pass, in the order of the source
+    is_training = split == "train"  # validation is one epoch, in the order of the source
     return TaskSource(tasks, data.seed, data.shuffle and is_training, data.epochs if is_training else 1)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a source: for each its place, for messages, and a function that parses it or raises ValueError."""
+    """Rows of a source. Each has a place, for messages, and a function that parses it or raises ValueError."""
 
     key: str
     name: str
@@ -146,23 +141,35 @@ class _Rows:
 
 def _rows(data: "DataSpec", folder: Path, split: Split) -> _Rows:
     section = "spec.data" if split == "train" else "spec.validation.data"
-    if data.type == "mock":
-        return _Rows(section, "mock", _plain("mock", _mock(data, split)))
-    if data.type == "reasoning_gym":
-        return _Rows(section, data.name, _plain(data.name, _reasoning_gym(data, section)), prompt_field="question")
-    if data.type == "python":
-        key = f"{section}.factory"
-        return _Rows(key, data.factory, _plain(data.factory, _from_factory(data, folder, split, key)))
-    key = f"{section}.path"
+    match data.type:
+        case "mock":
+            return _Rows(section, "mock", _plain("mock", _mock(cast("MockDataSpec", data), split)))
+        case "reasoning_gym":
+            return _generated_rows(cast("ReasoningGymDataSpec", data), section)
+        case "python":
+            return _factory_rows(cast("PythonDataSpec", data), folder, split, f"{section}.factory")
+        case _:
+            return _file_rows(cast("FileDataSpec", data), folder, f"{section}.path")
+
+
+def _generated_rows(data: "ReasoningGymDataSpec", section: str) -> _Rows:
+    return _Rows(section, data.name, _plain(data.name, _reasoning_gym(data, section)), prompt_field="question")
+
+
+def _factory_rows(data: "PythonDataSpec", folder: Path, split: Split, key: str) -> _Rows:
+    return _Rows(key, data.factory, _plain(data.factory, _from_factory(data, folder, split, key)))
+
+
+def _file_rows(data: "FileDataSpec", folder: Path, key: str) -> _Rows:
     path = _file(folder / data.path, key)
     rows = _jsonl(path) if data.type == "jsonl" else _plain(str(path), _parquet(path, key))
     return _Rows(key, str(path), rows, data.prompt_field, data.answer_field)
 
 
 def _task(row: object, rows: _Rows, task_id: str) -> Task:
-    """A row as a task. Raises ValueError with what is wrong."""
+    """Return the task of a row. Raises ValueError that says what is wrong."""
     if not isinstance(row, Mapping):
-        raise ValueError(f"a mapping is needed, not {type(row).__name__}")
+        raise ValueError(f"is {type(row).__name__}; must be a mapping")
     prompt = row.get(rows.prompt_field)
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f"field {rows.prompt_field!r} must be text, {_found(row, rows.prompt_field)}")
@@ -175,7 +182,7 @@ def _task(row: object, rows: _Rows, task_id: str) -> Task:
 
 
 def _as_json(metadata: Mapping[str, object]) -> dict[str, object]:
-    # Generators and Parquet yield tuples, dates, decimals: the other end of a wire would get lists and text anyway.
+    # Generators and Parquet yield tuples, dates and decimals. JSON turns these into lists and text before the RPC does.
     restored: dict[str, object] = json.loads(json.dumps(metadata, default=str, skipkeys=True, allow_nan=False))
     return restored
 
@@ -213,7 +220,7 @@ def _parse_json(line: bytes) -> object:
 
 
 def _parquet(path: Path, key: str) -> Iterator[object]:
-    import pyarrow  # imported here: no other source needs it
+    import pyarrow  # imported here: other sources do not need it
     from pyarrow import parquet
 
     try:
@@ -228,7 +235,8 @@ def _reasoning_gym(data: "ReasoningGymDataSpec", section: str) -> Iterator[objec
         import reasoning_gym  # imported here: an optional package, and slow to import
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise _error([Violation(f"{section}.type", f"{error}; install the package reasoning-gym")]) from error
+        described = f"{error}; install nexrl[reasoning-gym], which needs a C compiler"
+        raise _error([Violation(f"{section}.type", described)]) from error
     if data.name not in DATASETS:
         near = difflib.get_close_matches(data.name, DATASETS, n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(sorted(DATASETS))}"
@@ -236,7 +244,7 @@ def _reasoning_gym(data: "ReasoningGymDataSpec", section: str) -> Iterator[objec
     try:
         generated = reasoning_gym.create_dataset(data.name, size=data.size, seed=data.seed, **data.config)
         entries = [generated[index] for index in range(data.size)]
-    except Exception as error:  # asserts, TypeErrors and ValueErrors alike check its parameters
+    except Exception as error:  # reasoning-gym checks parameters with assert, TypeError and ValueError
         described = f"{data.name} does not accept {data.config}: {type(error).__name__}: {error}"
         raise _error([Violation(f"{section}.config", described)]) from error
     return ({"question": entry["question"], "answer": entry["answer"], **entry["metadata"]} for entry in entries)
@@ -248,7 +256,7 @@ def _from_factory(data: "PythonDataSpec", folder: Path, split: Split, key: str) 
         tasks = factory(split) if callable(factory) else None
     except InvalidArgumentError as error:
         raise _error([Violation(key, error.message)]) from error
-    except Exception as error:  # code of the user may raise anything; the cause is kept
+    except USER_CODE_ERRORS as error:
         raise _error([Violation(key, f"{data.factory}({split!r}) raised {type(error).__name__}: {error}")]) from error
     if not isinstance(tasks, Sequence) or isinstance(tasks, str):
         raise _error([Violation(key, f"{data.factory}({split!r}) must return a sequence of mappings")])
@@ -273,7 +281,7 @@ def _error(violations: Sequence[Violation]) -> DatasetError:
     return DatasetError("; ".join(map(str, violations)), violations=violations)
 
 
-@lru_cache(maxsize=4)  # tasks are asked for one by one, the permutation is of the whole epoch
+@lru_cache(maxsize=4)  # called once per task; the permutation is of the whole epoch
 def _order(seed: int, epoch: int, size: int) -> Sequence[int]:
     order: list[int] = np.random.default_rng((seed, epoch)).permutation(size).tolist()
     return order

@@ -1,7 +1,7 @@
-"""Environments: what a user writes to train an agent. Needs the extra `nexrl[rollout]`.
+"""The interface of environments, which users write to train an agent. Requires the extra `nexrl[rollout]`.
 
-An `Environment` owns the whole episode: it talks to an OpenAI-compatible endpoint as often as it likes and says how it
-went. It never sees tokens; the endpoint records them. `ChatLoop` makes an environment of a `Game` with `reset` and
+An `Environment` runs a whole episode: it sends any number of requests to an OpenAI-compatible endpoint and returns the
+outcome. It never sees tokens; the endpoint records them. `ChatLoop` is an environment for a `Game` with `reset` and
 `step`.
 """
 
@@ -13,12 +13,13 @@ from typing import Any, Literal, Protocol, cast
 
 import aiohttp
 
+from nexrl.code_reference import USER_CODE_ERRORS, has_method, load_reference
 from nexrl.errors import InvalidArgumentError
-from nexrl.references import load_reference
+from nexrl.exception_text import exception_text
 
 Status = Literal["ok", "truncated", "env_error", "reward_error", "timeout"]
 Message = Mapping[str, Any]
-"""A chat message of the OpenAI API, as {"role": "user", "content": "..."}."""
+"""A chat message of the OpenAI API, for example {"role": "user", "content": "..."}."""
 
 SCORED: tuple[Status, ...] = ("ok", "truncated")
 
@@ -28,22 +29,23 @@ class Task:
     """One item of the data set."""
 
     id: str
-    """The same in every epoch."""
+    """Id of the item; the same in every epoch."""
     item: Mapping[str, Any]
-    """`prompt`, `answer` and `metadata` (nexrl.datasets); an item added by RPC may have more."""
+    """`prompt`, `answer` and `metadata` (nexrl.datasets). An item that was added by RPC may have other keys."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible API for one episode: whatever is generated there becomes its trajectory.
+    """An OpenAI-compatible API for one episode. It records all that it generates as the trajectory of the episode.
 
-    Temperature, top_p and top_k are set by the experiment, whatever the client asks for.
+    The experiment's `rollout` section sets temperature, top_p, top_k and stop strings, whatever the client asks for. A
+    client may lower max_tokens and add stop strings to a turn.
     """
 
     base_url: str
-    """Ends in /v1 and names the episode's session: give it to one episode only."""
+    """Base URL, which ends in /v1. It contains the session of this episode: do not use it for another one."""
     api_key: str
-    """Any text will do; here for clients that insist on a key."""
+    """Any text is accepted; for clients that require a key."""
     model: str
     """The model tag."""
     max_new_tokens: int
@@ -52,10 +54,9 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended. A failure is never a reward of 0: `reward` is there exactly when `status` is ok or
-    truncated.
+    """How an episode ended. `reward` is set if and only if `status` is ok or truncated: a failure is not a reward of 0.
 
-    Raises InvalidArgumentError otherwise, and for a reward that is not finite.
+    Raises InvalidArgumentError otherwise, and for a reward or component that is not finite.
     """
 
     status: Status
@@ -63,12 +64,12 @@ class Outcome:
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward and other scores, for metrics."""
     error: str = ""
-    """What failed, for people."""
+    """What failed, for the log."""
 
     def __post_init__(self) -> None:
         if (self.status in SCORED) != (self.reward is not None):
             raise InvalidArgumentError(
-                f"outcome {self.status} with reward {self.reward}: only ok and truncated have one"
+                f"outcome {self.status} with reward {self.reward}: ok and truncated require a reward, others have none"
             )
         numbers = [*self.components.values(), *([] if self.reward is None else [self.reward])]
         if not all(math.isfinite(number) for number in numbers):
@@ -81,13 +82,13 @@ class Environment(Protocol):
     """Runs episodes, many at a time."""
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
-        """One episode. An exception means env_error; cancellation means that its time is over or its worker stops."""
+        """Run one episode. An exception counts as env_error. Cancelled at its time limit, or when the worker stops."""
         ...
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a game answers: messages for the policy, and the reward of the episode if it ended here."""
+    """The game's answer: messages for the policy, and the reward that the episode has if it ends here."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -99,23 +100,23 @@ class Game(Protocol):
     """One episode, step by step."""
 
     async def reset(self, task: Task) -> Turn:
-        """Begin; the messages open the conversation."""
+        """Start the episode. The messages open the conversation."""
         ...
 
     async def step(self, reply: str) -> Turn:
-        """Answer the policy's message."""
+        """Return the answer to the policy's message."""
         ...
 
     async def close(self) -> None:
-        """Free what the game holds; called once, however the episode ends."""
+        """Release resources. Called once, however the episode ends."""
         ...
 
 
 class ChatLoop:
-    """The environment in which the policy and a game take turns, each episode with a fresh game.
+    """An environment in which the policy and a game take turns. Each episode has a new game.
 
-    After `max_turns` messages of the policy, or when the context is full, the episode is truncated with the reward so
-    far.
+    The episode is truncated, with the reward so far, after `max_turns` messages of the policy or when the context is
+    full.
     """
 
     def __init__(self, new_game: Callable[[], Game], *, max_turns: int) -> None:
@@ -123,7 +124,7 @@ class ChatLoop:
         self._max_turns = max_turns
 
     async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
-        """Plays one game to its end, or to the limit."""
+        """Play one game until it is over or truncated."""
         game = self._new_game()
         try:
             async with aiohttp.ClientSession() as http:
@@ -145,17 +146,20 @@ class ChatLoop:
 
 
 def load_environment(reference: str, folder: Path) -> Environment:
-    """The environment that `module:name` makes when it is called without arguments, looked up in `folder` first.
+    """Return the environment that `module:name` makes when it is called without arguments.
 
-    Raises InvalidArgumentError.
+    The module is searched in `folder` first. Raises InvalidArgumentError.
     """
     factory = load_reference(reference, folder)
     if not callable(factory):
         raise InvalidArgumentError(f"{reference} is not a class or function but {type(factory).__name__}")
-    environment = factory()
-    if not callable(getattr(environment, "run", None)):
+    try:
+        environment = factory()
+    except USER_CODE_ERRORS as error:
+        raise InvalidArgumentError(f"rollout.environment {reference}: {exception_text(error)}") from error
+    if not has_method(environment, "async def run"):
         raise InvalidArgumentError(
-            f"{reference}() gives {type(environment).__name__}, which has no method run(task, endpoint)"
+            f"{reference}() returned {type(environment).__name__}, which has no method `async def run(task, endpoint)`"
         )
     return cast(Environment, environment)
 
@@ -169,11 +173,11 @@ class _Chat:
         self._endpoint = endpoint
 
     async def reply(self) -> str | None:
-        """The policy's next message; None when the context has no room for one."""
+        """Return the policy's next message; None if the context has no room for one."""
         body = {"model": self._endpoint.model, "messages": self.messages}
         headers = {"Authorization": f"Bearer {self._endpoint.api_key}"}
         url = f"{self._endpoint.base_url}/chat/completions"
-        # The episode has a time limit of its own, which cancels this request.
+        # No timeout here: the time limit of the episode cancels this request.
         async with self._http.post(
             url, json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=None)
         ) as response:

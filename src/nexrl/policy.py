@@ -1,5 +1,4 @@
-"""Token-in, token-out access to the policy: prompts and completions are token ids, with log-probabilities and
-versions."""
+"""A client for the policy: token ids in, token ids with log-probabilities and policy versions out."""
 
 import asyncio
 import hashlib
@@ -8,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import grpc
 
@@ -18,6 +18,7 @@ from nexrl.transcript import check_completion
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
 from nexrl.v1.policy_pb2 import Replica
+from nexrl.v1.trajectory_pb2 import TaskLease
 from nexrl.v1.weight_sync_service_pb2 import WatchReplicasRequest
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 
@@ -30,17 +31,26 @@ MAX_PAUSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 keep every token."""
+    """How completions are drawn. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 keep every token.
+
+    `stop` are texts, and `stop_token_ids` tokens, that end a completion and are part of it.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, lease: TaskLease, *, max_new_tokens: int) -> Self:
+        """Return the parameters that a lease asks for: the pool refuses samples that were drawn with others."""
+        return cls(max_new_tokens, lease.temperature, lease.top_p or 1.0, lease.top_k, stop=tuple(lease.stop))
 
 
 class Policy:
-    """All ready replicas of one model, as one. `follow_replicas` must run beside it; `close` ends its channels."""
+    """Balances requests over the ready replicas of one model. `follow_replicas` must run in the background."""
 
     def __init__(
         self,
@@ -59,12 +69,14 @@ class Policy:
         self._turns = itertools.count()
         self.committed_version = -1
         """Newest policy version known to be committed; -1 before the first."""
+        self._gate = "weight sync has not answered yet"
 
     async def follow_replicas(self) -> None:
-        """Keep the list of replicas as weight sync tells it, for as long as the task lives."""
+        """Keep the list of replicas up to date with weight sync, until the task is cancelled."""
         request = WatchReplicasRequest(model_tag=self._model_tag)
         async for state in watch(self._weight_sync.WatchReplicas, request):
             self.committed_version = max(self.committed_version, state.committed_version)
+            self._gate = state.gate
             await self._set_replicas(state.replicas)
 
     async def generate(
@@ -78,14 +90,13 @@ class Policy:
     ) -> Sequence[GeneratedCompletion]:
         """Sample `n` completions of one prompt, on the ready replica with the fewest completions in flight.
 
-        `seeds` has one for each completion (`draw_seed`); without them the replica chooses. Either way each completion
-        tells how it was drawn.
+        `seeds` has one seed per completion (`draw_seed`); without them the replica chooses. Either way, each completion
+        says how it was drawn.
 
-        Waits while no replica is ready. A request that fails is sent to another replica, with the same request id, at
-        most `max_retries` times; a replica that cannot be reached costs time but no retry.
-        Raises InvalidArgumentError for a request that no replica will take (a prompt that is too long),
-        UnavailableError when no replica became ready in time, DeadlineExceededError when the completions were not there
-        in time, else the last error.
+        Waits while no replica is ready. A failed request is sent to another replica with the same request id, at most
+        `max_retries` times. A replica that cannot be reached does not count as a retry. Raises InvalidArgumentError for
+        a request that no replica accepts (for example a prompt that is too long), UnavailableError if no replica is
+        ready in time, DeadlineExceededError if the completions are not generated in time, else the last error.
         """
         request = GenerateRequest(
             request_id=new_request_id(),
@@ -97,6 +108,7 @@ class Policy:
             top_k=sampling.top_k,
             seeds=seeds,
             stop_token_ids=sampling.stop_token_ids,
+            stop=sampling.stop,
         )
         deadline = time.monotonic() + min(timeout_seconds, MAX_CALL_SECONDS)
         failed: set[str] = set()
@@ -118,9 +130,10 @@ class Policy:
             await self._pause_unless_another(failed, min(pause_seconds, deadline - time.monotonic()))
         raise AssertionError("pauses never end")
 
-    async def wait_ready(self, timeout_seconds: float) -> None:
-        """Wait until a replica is ready. Raises UnavailableError."""
-        await self._route(set(), time.monotonic() + timeout_seconds)
+    async def wait_gate(self) -> None:
+        """Wait until weight sync lets rollouts take work: see WeightSyncService.CheckRolloutStatus."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._gate)
 
     async def close(self) -> None:
         """Close the channels to all replicas."""
@@ -141,7 +154,7 @@ class Policy:
             self._changed.notify_all()
 
     async def _route(self, failed: set[str], deadline: float) -> "_Route":
-        """The ready replica with the least to do; one that has not failed this request, where there is one."""
+        """Return the ready replica with the fewest samples in flight. Prefers one that has not failed this request."""
         if not self._ready():
             await self._wait_until(lambda: bool(self._ready()), deadline)
         ready = self._ready()
@@ -163,8 +176,7 @@ class Policy:
             ) from None
 
     async def _pause_unless_another(self, failed: set[str], seconds: float) -> None:
-        """Go on at once where another replica is ready; else give the one that failed a moment, or until the list
-        changes."""
+        """Return at once if another replica is ready. Otherwise wait `seconds`, or until the list changes."""
         if any(route.replica_id not in failed for route in self._ready()):
             return
         failed.clear()
@@ -178,13 +190,13 @@ class Policy:
 
 
 def draw_seed(experiment_seed: int, sample_id: str, attempt: int, turn: int = 0) -> int:
-    """The seed of one completion, in [0, 2**63): the same whenever the same attempt at a sample comes to that turn."""
+    """Return the seed of one completion, in [0, 2**63): a function of the sample, its attempt and the turn."""
     name = f"{experiment_seed}/{sample_id}/{attempt}/{turn}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
 class _Route:
-    """The way to one replica. Its channel stays open until the last request on it has ended."""
+    """One replica and its channel, which stays open until the last request on it has ended."""
 
     def __init__(self, replica_id: str, address: str, channel: grpc.aio.Channel) -> None:
         self.replica_id = replica_id
@@ -202,7 +214,7 @@ class _Route:
         try:
             response = await self._stub.Generate(request, timeout=max(0.001, deadline - time.monotonic()))
         except grpc.aio.AioRpcError as error:
-            raise _typed(error_from_call(error)) from None
+            raise error_from_call(error) from None
         finally:
             self.in_flight -= request.n
             await self._close_when_idle()
@@ -221,25 +233,20 @@ def _address(replica: Replica) -> str:
     return (replica.token_address if shows_token() else "") or replica.address
 
 
-def _typed(error: NexrlError) -> NexrlError:
-    """CANCELLED by the server is a replica that is stopping: as good as gone."""
-    return UnavailableError(error.message) if error.status == "CANCELLED" else error
-
-
 def _checked(completions: Sequence[GeneratedCompletion], n: int) -> Sequence[GeneratedCompletion]:
     if len(completions) != n:
-        raise NexrlError(f"generate: asked for {n} completions, got {len(completions)}")
+        raise NexrlError(f"generate: requested {n} completions, got {len(completions)}")
     for completion in completions:
         if completion.finish_reason == "abort":
             raise UnavailableError("generate: the replica aborted the request")
         try:
             check_completion(completion)
         except InvalidArgumentError as error:
-            raise NexrlError(f"generate: {error.message}") from None  # the reply is wrong, not the request
+            raise NexrlError(f"generate: {error.message}") from None  # the response is wrong, not the request
     return completions
 
 
 def _pauses() -> Iterable[float]:
-    """Seconds to wait after the first, second, ... failure on all replicas."""
+    """Yield the seconds to wait after the first, second, ... failure on all replicas."""
     for doublings in itertools.count():
         yield min(FIRST_PAUSE_SECONDS * 2 ** min(doublings, 10), MAX_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""Rewards of finished completions: the interface for functions of the user, and the ones that come with the project."""
+"""Reward functions: the interface for those of users, and the built-in ones."""
 
 import math
 import re
@@ -8,19 +8,20 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Protocol, cast
 
+from nexrl.code_reference import USER_CODE_ERRORS, is_a, load_reference
 from nexrl.errors import InvalidArgumentError, NexrlError
-from nexrl.references import load_reference
+from nexrl.exception_text import defined_at, exception_text
 
 
 class Reward(Protocol):
-    """A function of a task and a completion. If it raises, the verdict is REWARD_ERROR, and never a reward of 0."""
+    """A function of a task and a completion. If it raises, the verdict is REWARD_ERROR, not a reward of 0."""
 
     def __call__(self, task: Mapping[str, object], text: str, is_finished: bool) -> float | Mapping[str, float]:
-        """Reward of `text`.
+        """Return the reward of `text`.
 
         `task` has `id`, `prompt`, `answer` and `metadata` (see nexrl.datasets). `text` is the completion without
-        special tokens. `is_finished` tells whether the policy ended it, rather than the limit on tokens. A mapping
-        holds the reward under `reward`; its other entries are components that are only reported.
+        special tokens. `is_finished` is False if the limit on tokens ended the completion. A returned mapping has the
+        reward under `reward`; its other entries are components, which are only reported.
         """
         ...
 
@@ -34,46 +35,50 @@ class Score:
 
 
 class RewardFailedError(NexrlError):
-    """The reward function raised, or returned something that is no reward."""
+    """The reward function raised, or returned a value that is not a reward."""
 
 
 def load_reward(reference: str, folder: Path) -> Reward:
-    """The reward function at `module:function`, looked up in `folder` first. Raises InvalidArgumentError."""
+    """Return the reward function `module:function`, searched in `folder` first. Raises InvalidArgumentError."""
     reward = load_reference(reference, folder)
-    if not callable(reward):
+    if not is_a(reward, "a function"):
         raise InvalidArgumentError(f"{reference} is not a function but {type(reward).__name__}")
     return cast(Reward, reward)
 
 
 def score(reward: Reward, task: Mapping[str, object], text: str, is_finished: bool) -> Score:
-    """Calls a reward function and checks what it returns. Raises RewardFailedError."""
+    """Call a reward function and check its result. Raises RewardFailedError."""
     try:
         returned = reward(task, text, is_finished)
         values = {name: float(value) for name, value in _entries(returned).items()}
-    except Exception as error:  # code of the user may raise anything; the cause is kept
-        raise RewardFailedError(f"reward of task {task.get('id')}: {type(error).__name__}: {error}") from error
+    except USER_CODE_ERRORS as error:
+        raise RewardFailedError(
+            f"reward of task {task.get('id')}: {exception_text(error, defined_at(reward))}"
+        ) from error
     if "reward" not in values or not all(math.isfinite(value) for value in values.values()):
         raise RewardFailedError(
-            f"reward of task {task.get('id')}: finite numbers with one named reward are needed, not {values}"
+            f"reward of task {task.get('id')} ({defined_at(reward)}): {values}; "
+            "use finite numbers, one of them named reward"
         )
     return Score(values.pop("reward"), values)
 
 
 def exact_match(task: Mapping[str, object], text: str, is_finished: bool) -> float:
-    """1 if the completion was ended by the policy and is the answer, white space around it aside; else 0."""
+    """Return 1 if the policy ended the completion and it equals the answer, up to outer white space; else 0."""
     return float(is_finished and text.strip() == str(task["answer"]).strip())
 
 
 def last_number(task: Mapping[str, object], text: str, is_finished: bool) -> float:
-    """1 if the last number in the completion equals the answer, finished or not; else 0."""
+    """Return 1 if the last number in the completion equals the answer, finished or not; else 0."""
     numbers = _numbers(text)
     return float(bool(numbers) and numbers[-1] == Decimal(str(task["answer"]).replace(",", "").strip()))
 
 
 def math_answer(task: Mapping[str, object], text: str, is_finished: bool) -> float:
-    r"""1 if the final answer equals the task's, as numbers where both are; else 0.
+    r"""Return 1 if the final answer equals the task's, else 0. Two numbers are compared as numbers.
 
-    The final answer is what the last `\boxed{...}` holds, else what follows the last `####`, else the last number.
+    The final answer is the content of the last `\boxed{...}`, else the text after the last `####`, else the last
+    number.
     """
     answer, expected = _marked_answer(text), str(task["answer"])
     if answer is None:
@@ -86,7 +91,7 @@ def _entries(returned: object) -> Mapping[str, float]:
     return returned if isinstance(returned, Mapping) else {"reward": cast(float, returned)}
 
 
-# A minus belongs to the number unless it subtracts: "5-3" holds 5 and 3, "= -3" holds -3.
+# A minus is part of the number unless it subtracts: "5-3" has 5 and 3, "= -3" has -3.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:\.\d+)?")
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
@@ -104,7 +109,7 @@ def _marked_answer(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}`, its braces balanced."""
+    r"""Return the content of the last `\boxed{...}`, with balanced braces."""
     _, marker, rest = text.rpartition(r"\boxed{")
     depth = 1
     for position, character in enumerate(rest if marker else ""):

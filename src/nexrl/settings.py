@@ -1,4 +1,4 @@
-"""Settings of a service process, read once from the environment (prefix NEXRL_). Those of TLS: nexrl.tls."""
+"""Settings of a service process, read once from the environment (NEXRL_*). nexrl.tls has those of TLS."""
 
 from pathlib import Path
 
@@ -8,54 +8,71 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from nexrl.errors import InvalidArgumentError, Violation
 
 ALIVE = "alive"
-"""The service that whoever wants to know only whether the event loop turns asks gRPC health for."""
+"""Name of the gRPC health service that answers SERVING while the event loop runs, ready or not."""
 
 
 class Settings(BaseSettings):
-    """Where a service listens and where it finds the others. The same for all services; each reads what it needs."""
+    """Settings of all services. Each service uses those that it needs."""
 
     model_config = SettingsConfigDict(env_prefix="NEXRL_", frozen=True)
 
-    experiment_file: Path = Field(description="The resolved experiment.")
+    experiment_file: Path = Field(description="File with the resolved experiment.")
     run_dir: Path = Field(description="Folder for checkpoints and logs of this experiment.")
-    instance: str = Field(description="Name of this process, as 'rollout-0'.")
-    listen: str = Field(default="127.0.0.1:0", description="gRPC address, host:port; port 0 takes a free one.")
-    advertise: str = Field(default="", description="Host that others are told; by default that of NEXRL_LISTEN.")
+    instance: str = Field(description="Name of this process, for example 'rollout-0'.")
+    listen: str = Field(default="127.0.0.1:0", description="gRPC address, host:port; port 0 selects a free one.")
+    advertise: str = Field(
+        default="", description="Host that other processes connect to; default: that of NEXRL_LISTEN."
+    )
     health_port: int = Field(default=0, ge=0, le=65535, description="Port for gRPC health without TLS; 0: none.")
     token_port: int = Field(
-        default=0, ge=0, le=65535, description="Port for clients that show a token, no certificate; 0: none. Needs TLS."
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port for clients with a token instead of a certificate; 0: none. Requires TLS.",
     )
-    metrics_port: int = Field(default=0, ge=0, le=65535, description="Port for HTTP /metrics; 0 takes a free one.")
-    http_port: int = Field(default=0, ge=0, le=65535, description="Port of an OpenAI-compatible API; 0: a free one.")
-    redis_url: str = Field(default="", description="As redis.url of the experiment; its password is redis_password.")
-    redis_is_private: bool = Field(default=False, description="Whether the run's folder holds the data of Redis.")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="Port for HTTP /metrics; 0 selects a free one.")
+    http_port: int = Field(
+        default=0, ge=0, le=65535, description="Port of the OpenAI-compatible API; 0 selects a free one."
+    )
+    redis_url: str = Field(
+        default="", description="URL of Redis, as redis.url of the experiment, without the password."
+    )
+    redis_is_private: bool = Field(
+        default=False, description="Whether this Redis belongs to the run: its data is in the run's folder."
+    )
     controller: str = Field(default="", description="gRPC address of the controller.")
     trajectory_pool: str = Field(default="", description="gRPC address of the trajectory pool.")
     weight_sync: str = Field(default="", description="gRPC address of weight sync.")
     weights: str = Field(
         default="",
-        description="Inference: serve the weights of this checkpoint as they are, without weight sync; a folder, or "
-        "'initial' for those that training began with.",
+        description="Inference: serve these weights without weight sync; the folder of a checkpoint, or 'initial' for "
+        "the weights that training began with.",
     )
-    read_only: bool = Field(default=False, description="Trajectory pool: let no lease run out; for looking only.")
+    read_only: bool = Field(
+        default=False, description="Trajectory pool: let no lease expire, so that reading changes nothing."
+    )
     reflection: bool = Field(default=False, description="Serve gRPC reflection.")
-    drain_seconds: float = Field(default=5.0, gt=0, description="Longest time in which calls may end after SIGTERM.")
-    stop_seconds: float = Field(default=50.0, gt=0, description="Longest time to finish work in hand after SIGTERM.")
+    drain_seconds: float = Field(
+        default=5.0, gt=0, description="Longest time that calls in flight may take after SIGTERM."
+    )
+    stop_seconds: float = Field(
+        default=50.0, gt=0, description="Longest time that work in progress may take after SIGTERM."
+    )
     log_level: str = Field(default="INFO", description="Level of the root logger.")
 
     @property
     def host(self) -> str:
-        """The interface on which everything of this process listens."""
+        """The interface that all servers of this process listen on."""
         return self.listen.rpartition(":")[0]
 
     @property
     def advertised(self) -> str:
-        """The host at which others reach this process."""
+        """The host that other processes use to connect to this one."""
         return self.advertise or self.host
 
 
 class _Secrets(BaseSettings):
-    """What must not be in a file that others read."""
+    """Settings that must never be written to a file or a log."""
 
     model_config = SettingsConfigDict(env_prefix="NEXRL_", frozen=True)
 
@@ -63,12 +80,12 @@ class _Secrets(BaseSettings):
 
 
 def redis_password() -> str:
-    """The password for Redis, of services and launcher alike; "" for none."""
+    """Return the password for Redis; "" if there is none. Services and launcher use it."""
     return _Secrets().redis_password.get_secret_value()
 
 
 def load_settings() -> Settings:
-    """Read the environment. Raises InvalidArgumentError that names every variable that is missing or wrong."""
+    """Read the settings. Raises InvalidArgumentError that names every missing or wrong variable."""
     try:
         return Settings()
     except ValidationError as error:

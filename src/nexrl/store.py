@@ -1,4 +1,4 @@
-"""The connection to Redis, the names of its keys, and how long they stay. How to deploy it: docs/how-to/redis.md."""
+"""Connects to Redis and retries calls; names its keys and sets when they expire (docs/how-to/redis.md)."""
 
 import asyncio
 import re
@@ -31,91 +31,91 @@ from nexrl.settings import redis_password
 
 CONNECT_SECONDS = 3.0
 CALL_SECONDS = 10.0
-PATIENCE_SECONDS = 15.0
+RETRY_SECONDS = 15.0
 START_SECONDS = 60.0
-"""Longest time for which a service that starts waits for Redis: both may be starting again, Redis with much to load."""
+"""Longest time that a starting service waits for Redis, which may be starting, too, and have much data to load."""
 MAX_BACKOFF_SECONDS = 0.5
 MAX_CONNECTIONS = 64
-"""Of one process to one server; more calls than that wait for their turn."""
+"""Limit of connections from one process to one server. Further calls wait for a free one."""
 KEYS_AT_ONCE = 500
 SCRIPT_TRIES = 5
 
 SCHEMES = "redis://, rediss://, unix://, redis+cluster://, rediss+cluster://"
 CLUSTER_SCHEME = re.compile(r"^(rediss?)\+cluster(?=://)")
 PASSING = re.compile(r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOREPLICAS|OOM|READONLY|TRYAGAIN)\b")
-"""Replies that may be another one soon, also inside the error of a script: of a server that loads its data, is full, or
-has handed over to its replica."""
+"""Error replies after which a retry may succeed, also inside the error of a script: the server loads its data, is full,
+or has become a replica."""
 
 Redis = redis.asyncio.Redis
 ResultT = TypeVar("ResultT")
 
 
 class StoreUnavailableError(UnavailableError, RedisConnectionError):
-    """Redis could not be reached or could not answer, for longer than a call is patient."""
+    """Redis could not be reached, or could not answer, during all retries of a call."""
 
 
 async def run_script(script: AsyncScript, keys: Sequence[str], args: Sequence[str | bytes | int]) -> Any:
-    """Run a script, and load it where Redis does not know it. Raises StoreUnavailableError.
+    """Run a script, and load it first if Redis does not have it. Raises StoreUnavailableError.
 
-    A Redis that is replaced between the loading and the run knows it no more.
+    Redis may restart between loading and running the script, and then no longer has it. Hence the loop.
     """
     for _ in range(SCRIPT_TRIES):
         with suppress(NoScriptError):
             return await script(keys=keys, args=args)
-    raise StoreUnavailableError(
-        "redis.url: Redis forgets scripts as soon as they are loaded: it restarts again and again"
-    )
+    raise StoreUnavailableError("redis.url: Redis lost a script each time it was loaded; does it restart repeatedly?")
 
 
 def key_prefix(experiment: str, part: str) -> str:
-    """Prefix of all keys of one part of an experiment (a model tag, or 'controller'): one Redis Cluster hash slot."""
+    """Return the prefix of all keys of one part of an experiment: a model tag, or 'controller'. One hash slot each."""
     return f"nexrl:{{{experiment}/{part}}}:"
 
 
 def owner_key(experiment: str) -> str:
-    """The key that names the launcher of an experiment. It ends with the launcher, not with the experiment's keys."""
+    """Return the key that names the launcher of an experiment. It expires with the launcher only."""
     return f"nexrl:owner:{experiment}"
 
 
 async def connect_redis(url: str, *, wait_seconds: float = 0.0) -> Redis:
-    """Open and check a connection; NEXRL_REDIS_PASSWORD is its password. A `+cluster` URL is that of any node.
+    """Open and check a connection. The password is NEXRL_REDIS_PASSWORD. A `+cluster` URL may name any node.
 
-    A server that restarts or fails over later is waited for, 15 s a call; then it raises StoreUnavailableError. Raises
-    InvalidArgumentError for a URL that is none, FailedPreconditionError when the server does not let us in,
-    UnavailableError when nothing answers within 3 s and `wait_seconds`.
+    Each later call is retried for 15 s while the server restarts or fails over; then it raises StoreUnavailableError.
+    Raises InvalidArgumentError for an invalid URL, FailedPreconditionError if the server refuses the user, and
+    UnavailableError if nothing answers within 3 s plus `wait_seconds`.
     """
     try:
         await _check(url, wait_seconds)
-        return await _client(url, PATIENCE_SECONDS).initialize()
-    except (ValueError, TypeError) as error:  # TypeError: a query with a name that redis-py does not know
+        return await _client(url, RETRY_SECONDS).initialize()
+    except (ValueError, TypeError) as error:  # TypeError: a query parameter that redis-py does not know
         raise InvalidArgumentError(f"redis.url: {_shown(url)}: {error}; allowed: {SCHEMES}") from None
     except (RedisError, RedisClusterException, OSError) as error:
         raise _refusal(url, error) from None
 
 
 async def room_bytes(connection: Redis) -> int:
-    """Bytes that the server has room for: two thirds of its maxmemory, as the rest is overhead and the copies that a
-    rewrite of its file makes; sys.maxsize where it has none. Raises StoreUnavailableError."""
+    """Return how many bytes of data fit into the server: two thirds of its maxmemory, or sys.maxsize without a limit.
+
+    The rest is for overhead, and for the copies made while Redis rewrites its file. Raises StoreUnavailableError.
+    """
     found = await connection.info("memory")
     return 2 * int(found.get("maxmemory") or 0) // 3 or sys.maxsize
 
 
 async def expire_experiment(connection: Redis, experiment: str, seconds: int) -> None:
-    """Let the keys of an experiment end in `seconds`; those that have an end keep it. Raises StoreUnavailableError."""
+    """Let the keys of an experiment expire in `seconds`. Keys with an expiry keep it. Raises StoreUnavailableError."""
     async for keys in _keys(connection, experiment):
-        asked, given = connection.pipeline(transaction=False), connection.pipeline(transaction=False)
+        reads, writes = connection.pipeline(transaction=False), connection.pipeline(transaction=False)
         for key in keys:
-            asked.ttl(key)
-        for key, ttl in zip(keys, await asked.execute(), strict=True):
-            if ttl == -1:  # no end
-                given.expire(key, seconds)
-        await given.execute()
+            reads.ttl(key)
+        for key, ttl in zip(keys, await reads.execute(), strict=True):
+            if ttl == -1:  # no expiry
+                writes.expire(key, seconds)
+        await writes.execute()
 
 
 async def keep_experiment(connection: Redis, experiment: str) -> None:
-    """Let no key of an experiment end: it goes on. Raises StoreUnavailableError.
+    """Remove the expiry of all keys of an experiment that continues. Raises StoreUnavailableError.
 
-    That includes the few answers to requests that were to end within minutes; they end with the experiment.
+    This includes the few stored responses, which would have expired within minutes and now expire with the experiment.
     """
     async for keys in _keys(connection, experiment):
         pipeline = connection.pipeline(transaction=False)
@@ -138,23 +138,23 @@ async def _keys(connection: Redis, experiment: str) -> AsyncIterator[list[Any]]:
 # connecting ----------------------------------------------------------------------------------------------------------
 
 
-def _client(url: str, patience_seconds: float) -> Redis:
+def _client(url: str, retry_seconds: float) -> Redis:
     password = redis_password()
     options: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_SECONDS,
         "socket_timeout": CALL_SECONDS,
-        "protocol": 2,  # begins with AUTH or nothing: no greeting that an older server or a limited user would refuse
+        "protocol": 2,  # RESP2 needs no HELLO, which older servers and limited users refuse
         "driver_info": None,
         **({"password": password} if password else {}),
     }
     cluster_url, is_cluster = CLUSTER_SCHEME.subn(r"\1", url)
     if is_cluster:
         try:
-            return cast(Redis, _Cluster.from_url(cluster_url, patience=_Patience(patience_seconds), **options))
+            return cast(Redis, _Cluster.from_url(cluster_url, retry_policy=_RetryForSeconds(retry_seconds), **options))
         except RedisClusterException as error:
             raise ValueError(str(error)) from None
     pool = redis.asyncio.BlockingConnectionPool.from_url(
-        url, retry=_Patience(patience_seconds), max_connections=MAX_CONNECTIONS, timeout=PATIENCE_SECONDS, **options
+        url, retry=_RetryForSeconds(retry_seconds), max_connections=MAX_CONNECTIONS, timeout=RETRY_SECONDS, **options
     )
     if issubclass(pool.connection_class, SSLConnection):
         pool.connection_class = _TlsConnection
@@ -162,15 +162,15 @@ def _client(url: str, patience_seconds: float) -> Redis:
 
 
 async def _check(url: str, wait_seconds: float) -> None:
-    """Whether somebody is there, lets us in, and is what the URL says."""
+    """Raise unless a server answers, admits the user, and is of the kind that the URL says."""
     async with aclosing(_client(url, wait_seconds)) as probe, asyncio.timeout(CONNECT_SECONDS + wait_seconds):
         found = await probe.info("server") | await probe.info("memory")
     if "cluster" in (found.get("redis_mode"), found.get("server_mode")) and not CLUSTER_SCHEME.match(url):
-        raise ValueError("a node of a Redis Cluster, so that the URL begins with redis+cluster or rediss+cluster")
+        raise ValueError("is a node of a Redis Cluster; use redis+cluster:// or rediss+cluster://")
     if found.get("maxmemory") and str(found.get("maxmemory_policy")).startswith("allkeys"):
         raise FailedPreconditionError(
-            f"redis.url: {_shown(url)}: its maxmemory-policy {found['maxmemory_policy']} deletes what must be kept; "
-            "set noeviction there"
+            f"redis.url: {_shown(url)}: its maxmemory-policy {found['maxmemory_policy']} evicts keys that must be "
+            "kept; set it to noeviction"
         )
 
 
@@ -179,40 +179,40 @@ def _refusal(url: str, error: BaseException) -> NexrlError:
         error = error.__cause__
     where = f"redis.url: {_shown(url)}: {str(error) or type(error).__name__}"
     if isinstance(error, (AuthenticationError, AuthorizationError)):
-        return FailedPreconditionError(f"{where}; the user belongs in redis.url, its password in NEXRL_REDIS_PASSWORD")
+        return FailedPreconditionError(f"{where}; set the user in redis.url and the password in NEXRL_REDIS_PASSWORD")
     if isinstance(error, NoPermissionError):
-        return FailedPreconditionError(f"{where}; docs/how-to/redis.md has the rights that the user needs")
+        return FailedPreconditionError(f"{where}; docs/how-to/redis.md lists the rights that the user needs")
     if "Cluster mode is not enabled" in where:
-        return InvalidArgumentError(f"{where}; a URL of a single server begins with redis:// or rediss://")
-    # A server that asks for a certificate may cut the connection before the alert that says so is read (TLS 1.3).
+        return InvalidArgumentError(f"{where}; use redis:// or rediss:// for a single server")
+    # With TLS 1.3, a server that requires a certificate may close the connection before its alert is read.
     if "certificate" in where or (url.startswith("rediss") and "Connection reset" in where):
         return FailedPreconditionError(
-            f"{where}; the authority's file is named by rediss://...?ssl_ca_certs=FILE, a certificate of ours by "
+            f"{where}; set the CA file with rediss://...?ssl_ca_certs=FILE, and a client certificate with "
             "&ssl_certfile=FILE&ssl_keyfile=FILE"
         )
-    return UnavailableError(f"{where}: no Redis answers; start one there, or leave redis.url out for a private one")
+    return UnavailableError(f"{where}: no Redis answers; start one there, or remove redis.url to use a private one")
 
 
 def _shown(url: str) -> str:
-    """The URL without what may be secret."""
+    """Return the URL without user, password and query."""
     return re.sub(r"//[^/]*@", "//", url).partition("?")[0]
 
 
 class _TlsConnection(SSLConnection):
-    """Reads the files of its URL again whenever it connects: certificates and authorities are replaced in time."""
+    """Reloads certificate and CA files for each new connection, because they may have been replaced."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
         return super()._connection_arguments()
 
 
-# patience ------------------------------------------------------------------------------------------------------------
+# retries -------------------------------------------------------------------------------------------------------------
 
 
-class _Patience(Retry):
-    """Repeats a call while Redis restarts, loads its data or hands over to a replica, on a new connection each time.
+class _RetryForSeconds(Retry):
+    """Retries a call while Redis restarts, loads its data or fails over. Each attempt uses a new connection.
 
-    Every script is idempotent (request ids, attempts), so one that may or may not have run can be sent again.
+    All scripts are idempotent (request ids, attempts), so a script that may already have run can be sent again.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -227,7 +227,7 @@ class _Patience(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> ResultT:
-        """Call `do` until it succeeds or has failed for too long; `fail` closes its connection in between."""
+        """Call `do` until it succeeds or the time is over. `fail` closes the connection after each failure."""
         deadline, failures = time.monotonic() + self._seconds, 0
         while True:
             try:
@@ -243,7 +243,7 @@ class _Patience(Retry):
 
 
 def _is_passing(error: Exception) -> bool:
-    # A connection that could not be opened in time was repeated already, by the same patience.
+    # StoreUnavailableError: opening the connection was already retried for the whole time.
     if isinstance(error, (AuthenticationError, AuthorizationError, StoreUnavailableError)):
         return False
     lost = (RedisConnectionError, RedisTimeoutError, RedisClusterException, ClusterError, OSError)
@@ -251,19 +251,19 @@ def _is_passing(error: Exception) -> bool:
 
 
 class _Cluster(RedisCluster):
-    """A cluster's client that has the patience of a single server's connections."""
+    """A client of a cluster that retries calls as the client of a single server does."""
 
-    def __init__(self, *, patience: _Patience, **options: Any) -> None:
+    def __init__(self, *, retry_policy: _RetryForSeconds, **options: Any) -> None:
         super().__init__(retry=Retry(NoBackoff(), 2), **options)
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def initialize(self, *args: Any, **kwargs: Any) -> "_Cluster":
-        """Ask one of the nodes that are known for all."""
+        """Ask one of the known nodes for all nodes."""
         try:
             await super().initialize(*args, **kwargs)
         except RedisClusterException:
-            # Those that were known may have been replaced; the name that was given may be that of newer ones.
+            # The known nodes may have been replaced. Try the given name again, which may resolve to new nodes.
             for given in self.startup_nodes:
                 self.nodes_manager.startup_nodes.setdefault(given.name, given)
             raise
@@ -272,24 +272,24 @@ class _Cluster(RedisCluster):
     async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """Send one command."""
         send = super().execute_command
-        return await self.patiently(lambda: send(*args, **kwargs))
+        return await self.with_retries(lambda: send(*args, **kwargs))
 
     def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> "_ClusterPipeline":
-        """Commands to send together, to each node its own."""
+        """Return a pipeline, which sends each command to its node."""
         return _ClusterPipeline(self)  # type: ignore[abstract]  # as redis-py's own is to mypy
 
     def pubsub(self, *args: Any, **kwargs: Any) -> "_ClusterPubSub":
-        """A subscription at one node: what is published reaches all."""
+        """Return a subscription at one node, which receives what any node publishes."""
         return _ClusterPubSub(self, *args, **kwargs)
 
-    async def patiently(self, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Attempt until it succeeds or has failed for too long, when it is this call's turn."""
+    async def with_retries(self, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Wait for a free connection, then call `attempt` with retries."""
         async with self._turns:
-            return await self._patience.call_with_retry(attempt, _nothing)
+            return await self._retry_policy.call_with_retry(attempt, _nothing)
 
 
 class _ClusterPipeline(ClusterPipeline):
-    """Queues its commands anew for each attempt."""
+    """A pipeline that queues its commands again for each attempt."""
 
     def __init__(self, cluster: _Cluster) -> None:
         super().__init__(cluster)
@@ -302,7 +302,7 @@ class _ClusterPipeline(ClusterPipeline):
         return self
 
     async def execute(self, raise_on_error: bool = True, allow_redirections: bool = True) -> list[Any]:
-        """Send what is queued; gives the answers in its order."""
+        """Send the queued commands, and return their responses in the same order."""
         queue, send = super().execute_command, super().execute
         commands, self._commands = self._commands, []
 
@@ -311,11 +311,11 @@ class _ClusterPipeline(ClusterPipeline):
                 queue(*args, **kwargs)
             return await send(raise_on_error, allow_redirections)
 
-        return await self._cluster.patiently(attempt)
+        return await self._cluster.with_retries(attempt)
 
 
 class _ClusterPubSub(ClusterPubSub):
-    """Fails as a single server's does, so that whoever listens subscribes again."""
+    """A subscription that fails like that of a single server, so that its listener subscribes again."""
 
     async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
         """Send one command."""
@@ -326,4 +326,4 @@ class _ClusterPubSub(ClusterPubSub):
 
 
 async def _nothing(_: Exception) -> None:
-    """A cluster's client closes its connections by itself."""
+    """Do nothing: the client of a cluster closes its connections by itself."""

@@ -1,7 +1,7 @@
-"""TLS: who a process is, whom it trusts, and the newest content of the files that say so (docs/how-to/tls.md).
+"""TLS settings, and certificates that are read again when their files change (docs/how-to/tls.md).
 
-An experiment has one name, which each of its certificates has among its DNS names. Clients require it of servers,
-whatever address they have, and servers of clients.
+An experiment has one name, and each of its certificates has that name among its DNS names. Clients require it of
+servers, whatever their addresses, and servers require it of clients.
 """
 
 import logging
@@ -16,7 +16,7 @@ from nexrl.errors import InvalidArgumentError, Violation
 log = logging.getLogger(__name__)
 
 OPERATOR = "operator.nexrl.dev"
-"""The name in the operator's certificate, which every server lets in."""
+"""The name in the operator's certificate. Every server admits it."""
 _EXPERIMENTS = "experiment.nexrl.dev"
 
 _CERTIFICATE = ("NEXRL_TLS_CERT", "NEXRL_TLS_KEY")
@@ -25,34 +25,34 @@ _TOKEN = "NEXRL_TOKEN_FILE"
 
 
 def experiment_name(namespace: str, experiment: str) -> str:
-    """The name of an experiment in certificates and, as audience, in ServiceAccount tokens."""
+    """Return the name of an experiment in certificates, which is also the audience of its ServiceAccount tokens."""
     return f"{experiment}.{namespace}.{_EXPERIMENTS}"
 
 
 def namespace_of(name: str) -> str:
-    """The namespace of the experiment whose name this is."""
-    return name.removesuffix(f".{_EXPERIMENTS}").rpartition(".")[2]  # an experiment's name may have dots itself
+    """Return the namespace in the name of an experiment."""
+    return name.removesuffix(f".{_EXPERIMENTS}").rpartition(".")[2]  # the experiment's own name may contain dots
 
 
 @dataclass(frozen=True)
 class Tls:
-    """What a process shows and requires: a certificate with its key, or, as a client only, a token."""
+    """TLS of one process: its certificate and key, or its token (clients only), and what it requires of peers."""
 
     ca: Path
     name: str
-    """Required of the peer."""
+    """Name that a peer's certificate must have."""
     certificate: Path | None = None
     key: Path | None = None
     token: Path | None = None
 
 
 def tls_from_environment(environment: Mapping[str, str] = os.environ) -> Tls | None:
-    """What NEXRL_TLS_* say; None when none is set. Raises InvalidArgumentError when some are missing."""
+    """Return the settings in NEXRL_TLS_*; None if none is set. Raises InvalidArgumentError if some are missing."""
     found = {name: environment.get(name, "") for name in (*_CERTIFICATE, *_TRUST, _TOKEN)}
     if not any(found.values()):
         return None
     wanted = _TRUST if found[_TOKEN] and not any(map(found.get, _CERTIFICATE)) else (*_CERTIFICATE, *_TRUST)
-    if missing := [Violation(name, "missing; the others of TLS are set") for name in wanted if not found[name]]:
+    if missing := [Violation(name, "missing; other TLS settings are set") for name in wanted if not found[name]]:
         raise InvalidArgumentError("settings: " + "; ".join(map(str, missing)), violations=missing)
     certificate, key, ca, name, token = found.values()
     if certificate:
@@ -62,7 +62,7 @@ def tls_from_environment(environment: Mapping[str, str] = os.environ) -> Tls | N
 
 @dataclass(frozen=True)
 class Credentials:
-    """The content of the files, in PEM; certificate and key are empty for a client that shows a token."""
+    """Content of the files, in PEM. Certificate and key are empty for a client with a token."""
 
     ca: bytes
     certificate: bytes
@@ -70,7 +70,7 @@ class Credentials:
 
 
 class CredentialFiles:
-    """The files of a `Tls`, read again when they change. Raises InvalidArgumentError when they are no good at first."""
+    """The files of a `Tls`, read again when they change. Raises InvalidArgumentError if they are not valid at first."""
 
     def __init__(self, tls: Tls) -> None:
         self.tls = tls
@@ -79,22 +79,19 @@ class CredentialFiles:
         self._credentials = self._read()
 
     def newest(self) -> Credentials:
-        """What the files hold, or what they held when they last were in order; the same object until they change.
-
-        Any thread may ask: gRPC's do.
-        """
-        stamp = self._stamp_now()  # before reading: what is written meanwhile is read the next time
+        """Return the newest valid content of the files; the same object until they change. Thread-safe."""
+        stamp = self._stamp_now()  # before reading: a later change is then noticed by the next call
         if stamp != self._stamp:
             self._stamp = stamp
             try:
                 self._credentials = self._read()
-                log.info("certificate read again", extra={"file": str(self.tls.certificate or self.tls.ca)})
+                log.info("reloaded the certificate", extra={"file": str(self.tls.certificate or self.tls.ca)})
             except InvalidArgumentError as error:
-                log.error("the certificate that was read before stays in use: %s", error)
+                log.error("cannot reload the certificate; the old one stays in use: %s", error)
         return self._credentials
 
     def server_context(self) -> ssl.SSLContext:
-        """For an HTTP server: shows the newest certificate in each handshake; a client may show one, too."""
+        """Return the TLS context of an HTTP server: newest certificate per handshake, optional client certificate."""
         shown, newest = self.newest(), self._new_server_context()
         first = newest
 
@@ -117,12 +114,12 @@ class CredentialFiles:
     def _read(self) -> Credentials:
         tls = self.tls
         try:
-            self._new_server_context()  # whether they can be parsed and belong together
+            self._new_server_context()  # raises if a file cannot be parsed, or key and certificate do not match
             certificate, key = (path.read_bytes() if path else b"" for path in (tls.certificate, tls.key))
             return Credentials(tls.ca.read_bytes(), certificate, key)
         except (OSError, ValueError) as error:  # SSLError is an OSError
             files = ", ".join(map(str, self._paths))
-            raise InvalidArgumentError(f"TLS: {files}: {error}; PEM files, the key without a password") from None
+            raise InvalidArgumentError(f"TLS: {files}: {error}; use PEM files and a key without a password") from None
 
     def _stamp_now(self) -> list[tuple[int, int]] | None:
         try:

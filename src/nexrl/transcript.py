@@ -1,4 +1,4 @@
-"""The tokens of one conversation, in the order in which the policy saw them."""
+"""Records the tokens of one conversation in the order in which the policy saw them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from nexrl.v1.trajectory_pb2 import Trajectory
 
 
 class Transcript:
-    """Grows at its end only: context that the policy was shown, and completions that it generated.
+    """Context that the policy was shown, and completions that it generated; only appended to.
 
-    Token ids are stored as the engine gave them and are never made from text again, so that the trainer computes with
-    the very tokens whose log-probabilities were recorded.
+    Token ids are stored as the engine returned them and never made from text again. So the trainer computes with the
+    exact tokens whose log-probabilities were recorded.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -26,25 +26,19 @@ class Transcript:
         return self._record.token_ids
 
     @property
-    def is_trainable(self) -> bool:
-        """True when the policy generated at least one of the tokens."""
-        return bool(self._record.spans)
-
-    @property
     def finish_reason(self) -> str:
-        """How the newest completion ended; empty when there is none."""
+        """How the newest completion ended; empty without a completion."""
         return self._record.finish_reason
 
     def add_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy was shown: masked out of the loss."""
+        """Append tokens that the policy was shown. The loss mask excludes them."""
         record = self._record
         record.token_ids.extend(token_ids)
         record.loss_mask.extend([False] * len(token_ids))
         record.logprobs.extend([0.0] * len(token_ids))
 
     def add_completion(self, completion: GeneratedCompletion) -> None:
-        """Append tokens that the policy generated. Raises InvalidArgumentError when the three arrays do not fit each
-        other."""
+        """Append tokens that the policy generated. Raises InvalidArgumentError (`check_completion`)."""
         check_completion(completion)
         record = self._record
         start = len(record.token_ids)
@@ -71,7 +65,7 @@ class Transcript:
         prompt: str = "",
         response: str = "",
     ) -> Trajectory:
-        """The transcript with its reward, for SampleResult.trajectories; the transcript itself may go on."""
+        """Return a copy with its reward, for SampleResult.trajectories. The transcript can still be appended to."""
         trajectory = Trajectory(
             reward=reward, reward_components=reward_components, metadata=metadata, prompt=prompt, response=response
         )
@@ -80,15 +74,14 @@ class Transcript:
 
 
 def check_completion(completion: GeneratedCompletion) -> None:
-    """Raises InvalidArgumentError unless there is one finite log-probability (at most 0) and one version for each
-    token."""
+    """Raise InvalidArgumentError unless each token has one policy version and one finite log-probability."""
     tokens, logprobs, versions = len(completion.token_ids), len(completion.logprobs), len(completion.policy_versions)
     if not tokens == logprobs == versions:
         raise InvalidArgumentError(
             f"completion: {tokens} tokens, {logprobs} log-probabilities, {versions} policy versions"
         )
-    # Engines mark a missing log-probability with -9999 (vLLM) or with NaN; the sum of a list shows both at C speed.
+    # Engines mark a missing log-probability with -9999 (vLLM) or NaN. `sum` and `min` find both without a Python loop.
     if tokens and not (math.isfinite(sum(completion.logprobs)) and min(completion.logprobs) > -9000.0):
         raise InvalidArgumentError(
-            "completion: a log-probability is not finite, or is the engine's mark for a missing one"
+            "completion: a log-probability is not finite, or is the engine's mark for a missing one (-9999)"
         )

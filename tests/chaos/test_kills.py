@@ -55,11 +55,11 @@ async def test_no_kill_costs_a_sample_or_trains_it_twice(tmp_path: Path) -> None
     assert audit_while_on.returncode == 0, audit_while_on.stdout
     audit_after = await audit(run.folder)
     assert audit_after.returncode == 0, audit_after.stdout
-    # Two witnesses who did not confer: the ledger's records, and the batches as the trainer wrote them down.
+    # Two independent sources agree: the records of the ledger, and the batches that the trainer wrote to disk.
     durable = {record.sample_id: record.batch for record in remains.records if record.state == "durable"}
     assert durable == {sample_id: step for step, batch in enumerate(remains.batches) for sample_id in batch}
-    # And a third, who tells them apart by what was learned of them.
-    once, learned = await trained_once_on_each(run.folder, STEPS), final_weights(run.folder)
+    # A third source agrees too: the final weights, which depend on the batches.
+    once, learned = trained_once_on_each(run.folder, STEPS), final_weights(run.folder)
     assert all(torch.equal(once[name], weights) for name, weights in learned.items())
     assert result.reward_last >= REWARD
 

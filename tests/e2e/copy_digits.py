@@ -7,7 +7,7 @@ from pathlib import Path
 
 PROMPTS = tuple("".join(digits) for digits in product("01234", repeat=3))
 HOLD = Path(__file__).with_name("hold")
-"""While this file exists no sample is scored: a test can look at a run that stands still, with every process alive."""
+"""While this file exists, no sample is scored. A test can then examine a run in which every process waits."""
 
 
 def tasks(split: str) -> list[dict[str, str]]:
@@ -26,7 +26,7 @@ def reward(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str
 
 
 def slow_reward(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str, float]:
-    """The same after 20 ms: environments take their time, whatever the machine."""
+    """The same after 20 ms, as a slow environment would take on every machine."""
     time.sleep(0.02)
     return reward(task, text, is_finished)
 

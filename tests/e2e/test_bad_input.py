@@ -67,7 +67,6 @@ def test_all_problems_of_an_experiment_are_told_at_once(root: Path) -> None:
         assert f"\n  {field}: " in message
 
 
-@pytest.mark.guide("S6")
 def test_a_redis_that_is_down_is_named(root: Path) -> None:
     url = f"redis://127.0.0.1:{free_port()}"
     code, message = refused(root, f"redis.url={url}")

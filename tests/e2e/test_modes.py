@@ -5,11 +5,18 @@ import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from nexrl.rpc.client import call, connect
 from nexrl.v1.trajectory_pb2 import Trajectory
+from nexrl.v1.trajectory_pool_service_pb2 import GetTrajectoryPoolStateRequest
+from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 from tests.support.runs import Run, batches_of, metrics_of, running
+
+if TYPE_CHECKING:
+    from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceAsyncStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -31,9 +38,59 @@ def staleness_of(run: Run) -> list[float]:
     return [line["staleness_steps_max"] for line in metrics_of(run.folder) if "staleness_steps_max" in line]
 
 
+async def address_of(run: Run, name: str) -> str:
+    """Where a service of the run listens."""
+    return {module.name: module.address for module in (await run.activity()).modules}[name]
+
+
+async def granted_by(pool: "TrajectoryPoolServiceAsyncStub") -> int:
+    """Samples that the pool has granted so far."""
+    state = await call(pool.GetTrajectoryPoolState, GetTrajectoryPoolStateRequest(), timeout_seconds=RUN_SECONDS)
+    return sum(pool.granted for pool in state.pools)
+
+
 def turns_of(trajectory: Trajectory) -> int:
     """Stretches of tokens that the policy generated."""
     return sum(now and not before for before, now in pairwise([False, *trajectory.loss_mask]))
+
+
+@pytest.mark.guide("L2", "L14", "L15", "Q26")
+@pytest.mark.parametrize(("mode", "granted"), [("batch-async", 3 * 32), ("fully-async", 160)])
+async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode: str, granted: int) -> None:
+    settings = (f"weightSync.mode={mode}", "weightSync.stalenessThreshold=2", "rollout.workers=160", "validation=null")
+    async with running(tmp_path, *SHORT, *settings, seconds=RUN_SECONDS) as run:
+        run.hold()
+        await run.until(lambda experiment: experiment.progress.policy_version == 0)
+        async with connect(await address_of(run, "trajectory-pool")) as channel:
+            pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
+            while (await granted_by(pool)) < granted:  # noqa: ASYNC110  # there is no event to wait for
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(1)  # enough for a grant that must not come
+            assert await granted_by(pool) == granted
+        run.release()
+        assert await run.launcher.wait() == 0
+    assert max(staleness_of(run)) <= 2
+
+
+async def test_a_run_with_truncated_sampling_trains_on_the_probabilities_that_its_tokens_were_drawn_with(
+    tmp_path: Path,
+) -> None:
+    sampling = ("rollout.topP=0.8", "rollout.topK=4", "rollout.temperature=1.3", "rollout.stop=['33']")
+    run = await ended_well(tmp_path, "weightSync.mode=sync", "validation=null", *sampling)
+    mismatches = [line["mismatch_kl"] for line in metrics_of(run.folder) if "mismatch_kl" in line]
+    assert len(mismatches) > STEPS / 2  # a batch whose groups are all of equal rewards trains nothing
+    assert max(mismatches) < 1e-4  # strictly on-policy: the ratio of each token is 1
+    ends = [
+        (list(trajectory.token_ids[completion.end - 2 : completion.end]), trajectory.response)
+        for batch in batches_of(run.folder)
+        for group in batch.groups
+        for sample in group.samples
+        for trajectory in sample.trajectories
+        for completion in trajectory.completions
+    ]
+    three = 7  # the token of "3"
+    assert any(tokens == [three, three] for tokens, _ in ends)
+    assert not any("33" in text for _, text in ends)
 
 
 @pytest.mark.guide("L15", "L3", "A4")

@@ -51,7 +51,7 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
         assert await run.launcher.wait() == INTERRUPTED_EXIT
         said = (tmp_path / "output").read_text().splitlines()
         assert "stopping: the trainer writes a checkpoint, then every process ends" in said
-        assert said[-1].startswith("stopped; from step ")
+        assert said[-1].startswith("stopped; resume from step ")
         assert said[-1].endswith(f"{' '.join(overrides)} --root {tmp_path}")
         assert not processes_in(tmp_path)
     interrupted_after = [line["step"] for line in steps_of(run.folder)][-1]
@@ -76,8 +76,17 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
 async def test_the_death_of_any_process_costs_no_step_and_no_sample(
     tmp_path: Path, redis: Redis, redis_url: str
 ) -> None:
-    steps, mortals = 80, ("rollout-0", "inference-0", "trajectory-pool", "weight-sync", "controller", "trainer")
-    overrides = (*SMALL_BATCHES, f"trainer.steps={steps}", f"redis.url={redis_url}")
+    steps, mortals = (
+        80,
+        ("rollout-0", "inference-0", "trajectory-pool", "weight-sync", "controller", "trainer", "trainer"),
+    )
+    overrides = (
+        *SMALL_BATCHES,
+        f"trainer.steps={steps}",
+        f"redis.url={redis_url}",
+        "checkpoint.everySteps=2",  # so the second death of the trainer comes after a new checkpoint
+        "failurePolicy.maxRestarts=1",
+    )
 
     async with running(tmp_path, *overrides, seconds=240) as run:
         step = await run.until_step(1)
@@ -85,7 +94,7 @@ async def test_the_death_of_any_process_costs_no_step_and_no_sample(
         second = await asyncio.to_thread(nexrl, tmp_path, "run", EXPERIMENT, *overrides, "--root", ".")
         assert second.returncode == AlreadyExistsError.exit_code
         for name in mortals:
-            step = await run.until_step(step + 2)
+            step = await run.until_step(step + 4)
             mortal = await run.process(name)
             os.kill(mortal.pid, signal.SIGKILL)
             await run.process(name, other_than=mortal)

@@ -106,7 +106,7 @@ async def _pool(address: str) -> dict[str, int]:
     return {"granted": answer.pools[0].granted, "imbalance": answer.pools[0].imbalance}
 
 
-@pytest.mark.guide("A1", "R1")
+@pytest.mark.guide("A1", "Q1", "R1")
 def test_a_run_that_makes_all_its_steps_ends_with_exit_code_zero(seen: Seen) -> None:
     assert seen["exit_code"] == 0
 

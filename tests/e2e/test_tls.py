@@ -1,16 +1,16 @@
-"""A whole run under mutual TLS, whose certificates and authority are replaced while it is on."""
+"""A whole run under mutual TLS, whose certificates and authority are replaced while it is running."""
 
 from pathlib import Path
 
 import grpc
 import pytest
 
-from nexrl.authority import Issued, issue
 from nexrl.local.launcher import controller_address
 from nexrl.rpc.client import connect
 from nexrl.tls import Tls
 from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
+from nexrl_operator.authority import Issued, issue
 from tests.support.certificates import OTHERS, OURS, Authority, environment, write
 from tests.support.runs import Run, nexrl, running
 
@@ -39,7 +39,7 @@ async def test_a_run_goes_on_while_its_certificates_and_its_authority_are_replac
     logs = {log.stem: log.read_text() for log in run.folder.glob("logs/*.log")}
     assert not [name for name, log in logs.items() if "Traceback" in log]
     assert [name for name, log in logs.items() if "SSL" in log] == ["controller"]  # by whom strangers were refused
-    assert {name for name, log in logs.items() if "certificate read again" in log} >= {"trainer", "rollout-0"}
+    assert {name for name, log in logs.items() if "reloaded the certificate" in log} >= {"trainer", "rollout-0"}
     audited = nexrl(tmp_path, "audit", str(run.folder), seconds=60)
     assert audited.returncode == 0, audited.stdout + audited.stderr
 

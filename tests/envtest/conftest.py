@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -10,6 +11,7 @@ from nexrl.k8s.api import Api, ApiError, Kind, connect_cluster
 from nexrl.spec.crd import crd
 from tests.support.api_server import api_server, assets
 from tests.support.eventually import eventually
+from tests.support.kubelet import Kubelet
 
 CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions")
 
@@ -43,6 +45,24 @@ async def api(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield connection
     # A request that is cancelled leaves a connection to say its goodbyes, which the loop must live to hear.
     await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def namespace(api: Api) -> str:
+    """A namespace that only this test uses."""
+    name = f"test-{uuid4().hex[:8]}"
+    await api.request("POST", "/api/v1/namespaces", body={"metadata": {"name": name}})
+    return name
+
+
+@pytest.fixture
+async def kubelet(api: Api, namespace: str) -> AsyncIterator[Kubelet]:
+    """A played kubelet: pods come and go with their workloads."""
+    kubelet = Kubelet(api, namespace)
+    playing = asyncio.create_task(kubelet.play())
+    yield kubelet
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
 
 
 async def _is_served(connection: Api) -> bool:

@@ -11,8 +11,8 @@ import yaml
 
 from nexrl.k8s.api import EXPERIMENT, Api, ApiError, Kind, connect_cluster
 from nexrl_controller.events import VersionCommitted
-from nexrl_controller.operator.server import Operator
-from nexrl_controller.release_secrets import ReleaseSettings, make_secrets
+from nexrl_operator.release_secrets import ReleaseSettings, make_secrets
+from nexrl_operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.helm import CHART, VARIANTS, helm, helms, objects, pod_specs
 from tests.support.kubelet import Kubelet, Services, experiment_object, operator_settings

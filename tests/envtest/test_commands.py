@@ -13,11 +13,10 @@ from nexrl.k8s import commands
 from nexrl.k8s.api import EXPERIMENT, Api
 from nexrl.k8s.commands import Target
 from nexrl_controller.events import VersionCommitted
-from tests.envtest.test_operator import kubelet, namespace, operating, until_condition, until_phase
 from tests.support.kubelet import Kubelet, Services, experiment_object
+from tests.support.operator import operating, until_condition, until_phase
 
 LONG_AGO = "2026-01-01T00:00:00Z"
-__all__ = ["kubelet", "namespace"]  # fixtures
 
 
 async def test_an_experiment_is_led_by_commands(
@@ -78,5 +77,5 @@ async def test_what_is_over_is_neither_suspended_nor_resumed(api: Api, namespace
     path = EXPERIMENT.path(namespace, "over", "status")
     await api.request("PATCH", path, body={"status": status}, content_type="application/merge-patch+json")
     for is_suspended in (True, False):
-        with pytest.raises(FailedPreconditionError, match=r"it is over \(Failed, Stopped: by hand\)"):
+        with pytest.raises(FailedPreconditionError, match=r"it has ended \(Failed, Stopped: by hand\)"):
             await commands.suspend(Target("over", namespace), is_suspended=is_suspended)

@@ -10,8 +10,8 @@ import pytest
 from nexrl.errors import InvalidArgumentError
 from nexrl.k8s.api import EXPERIMENT, Api, ApiError
 from nexrl.spec import parse_experiment, yaml_core
-from tests.support.guide import ROOT
 from tests.support.kubelet import experiment_object
+from tests.support.marks import ROOT
 
 Object = dict[str, Any]
 
@@ -61,7 +61,17 @@ FINE: dict[str, Object] = {
     "async": {"weightSync__mode": "batch-async", "weightSync__stalenessThreshold": 2},
     "sync": {"weightSync__mode": "sync", "weightSync__stalenessThreshold": 0},
     "vllm": {"inference__backend": "vllm", "inference__tensorParallel": 2, "inference__vllmArgs": ["--x"]},
-    "url": {"inference__backend": "vllm", "inference__url": "http://engine:8000", "inference__apiKeyEnv": "KEY"},
+    "own-loss": {"algorithm__loss": "task:loss", "algorithm__lossConfig": {"any": [1, {"x": 2}]}},
+    "own-advantage": {"algorithm__advantage": "task:advantage", "trajectoryPool__groupSize": 1},
+    "group-of-one-for-a-mock-trainer": {"trainer__backend": "mock", "trajectoryPool__groupSize": 1},
+    "seed-without-random-weights-at-its-default": {"model": {"path": "/models/x", "seed": 0}},
+    "advantage-of-mock-at-its-default": {"algorithm__type": "mock", "algorithm__advantage": "group_mean"},
+    "group-of-one-for-a-mock-algorithm": {"algorithm__type": "mock", "trajectoryPool__groupSize": 1},
+    "constant": {"algorithm__aggregation": "constant", "algorithm__constantTokens": 16},
+    "worker": {"rollout__type": "worker", "rollout__worker": "task:Worker"},
+    "default-of-another-loss": {"algorithm__loss": "cispo", "algorithm__clipLow": 0.2},
+    "default-of-another-backend": {"inference__tensorParallel": 1, "inference__vllmArgs": []},
+    "default-of-two-other-losses": {"algorithm__loss": "reinforce", "algorithm__clipHigh": 4},
     "in-flight": {"inference__backend": "vllm", "weightSync__inFlight": "abort"},
     "validation": {"validation": {"data": {"type": "mock"}, "temperature": 0.7, "samplesPerTask": 4}},
     "resume": {"resume": {"mode": "from_path", "path": "/checkpoints/global_step_1"}},
@@ -91,6 +101,11 @@ WRONG: dict[str, tuple[Object, str]] = {
     "environment-missing": ({"rollout__type": "agent"}, "spec.rollout.environment"),
     "environment-idle": ({"rollout__environment": "game:Game"}, "spec.rollout.environment"),
     "reward-idle": ({"rollout__type": "mock", "rollout__reward": "x:y"}, "spec.rollout.reward"),
+    "reward-of-another-type": (
+        {"rollout__type": "mock", "rollout__reward": "nexrl.rewards:math_answer"},
+        "spec.rollout.reward",
+    ),
+    "default-of-another-source": ({"data__promptField": "prompt"}, "spec.data.promptField"),
     "system-prompt": ({"rollout__systemPrompt": "Be brief."}, "spec.rollout.systemPrompt"),
     "batch": ({"trajectoryPool__batchSize": 10, "trajectoryPool__groupSize": 4}, "spec.trajectoryPool.groupSize"),
     "sync": ({"weightSync__stalenessThreshold": 1}, "spec.weightSync.stalenessThreshold"),
@@ -101,9 +116,18 @@ WRONG: dict[str, tuple[Object, str]] = {
     "tensor-parallel": ({"inference__tensorParallel": 2}, "spec.inference.tensorParallel"),
     "data-parallel": ({"inference__dataParallel": 2}, "spec.inference.dataParallel"),
     "vllm-args": ({"inference__vllmArgs": ["--x"]}, "spec.inference.vllmArgs"),
-    "url": ({"inference__url": "http://engine:8000"}, "spec.inference.url"),
-    "api-key": ({"inference__apiKeyEnv": "KEY"}, "spec.inference.apiKeyEnv"),
-    "in-flight": ({"weightSync__inFlight": "abort"}, "spec.weightSync.inFlight"),
+    "clip-of-another-loss": ({"algorithm__loss": "cispo", "algorithm__clipLow": 0.1}, "spec.algorithm.clipLow"),
+    "config-of-no-loss": ({"algorithm__lossConfig": {"x": 1}}, "spec.algorithm.lossConfig"),
+    "empty-config-of-no-loss": ({"algorithm__lossConfig": {}}, "spec.algorithm.lossConfig"),
+    "true-is-not-one": ({"inference__tensorParallel": True}, "spec.inference.tensorParallel"),
+    "constant-missing": ({"algorithm__aggregation": "constant"}, "spec.algorithm.constantTokens"),
+    "constant-idle": ({"algorithm__constantTokens": 16}, "spec.algorithm.constantTokens"),
+    "seed-without-random-weights": ({"model": {"path": "/models/x", "seed": 3}}, "spec.model.seed"),
+    "advantage-of-mock": ({"algorithm__type": "mock", "algorithm__advantage": "rloo"}, "spec.algorithm.advantage"),
+    "group-of-one": ({"trajectoryPool__groupSize": 1}, "spec.algorithm.advantage"),
+    "worker-missing": ({"rollout__type": "worker"}, "spec.rollout.worker"),
+    "top-p": ({"rollout__topP": 0}, "spec.rollout.topP"),
+    "in-flight": ({"weightSync__inFlight": "abort"}, "spec.inference.backend"),
     "greedy": ({"validation": {"data": {"type": "mock"}, "samplesPerTask": 4}}, "spec.validation.samplesPerTask"),
     "resume-missing": ({"resume__mode": "from_path"}, "spec.resume.path"),
     "resume-idle": ({"resume__path": "/x"}, "spec.resume.path"),
@@ -131,6 +155,13 @@ async def test_what_cannot_run_is_refused_at_its_field(api: Api, changes: Object
     assert f"{field}:" in refused.value.message
     with pytest.raises(InvalidArgumentError):  # and so it is by `nexrl run`
         parse_experiment(item, Path("/"))
+
+
+async def test_a_null_of_a_removed_key_is_pruned(api: Api) -> None:
+    item = document(inference__url=None, inference__apiKeyEnv=None)
+    stored = await api.create(item)
+    assert stored["spec"]["inference"].keys().isdisjoint({"url", "apiKeyEnv"})
+    parse_experiment(item, Path("/"))
 
 
 async def test_an_unknown_key_is_refused_when_asked_strictly(api: Api) -> None:

@@ -9,13 +9,11 @@ import aiohttp
 import pytest
 
 from nexrl.k8s.api import LEASE, Api, Object
-from nexrl_controller.operator import election as election_module
-from nexrl_controller.operator.election import Election, LeadershipLostError
-from tests.envtest.test_operator import namespace, operating
+from nexrl_operator import election as election_module
+from nexrl_operator.election import Election, LeadershipLostError
 from tests.support.eventually import eventually
 from tests.support.kubelet import Services
-
-__all__ = ["namespace"]  # a fixture
+from tests.support.operator import operating
 
 
 @pytest.fixture(autouse=True)

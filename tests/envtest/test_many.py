@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY, Histogram
 
 from nexrl.k8s.api import EXPERIMENT, Api
-from nexrl_controller.operator.server import Operator
+from nexrl_operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Services, experiment_object, operator_settings
 

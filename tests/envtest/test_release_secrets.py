@@ -1,4 +1,4 @@
-"""What the release's init container makes: once, whoever asks how often."""
+"""The Secrets of a release: its init container creates them once, even if it runs again."""
 
 import asyncio
 import base64
@@ -10,7 +10,7 @@ import pytest
 
 from nexrl.errors import FailedPreconditionError
 from nexrl.k8s.api import CONFIG_MAP, SECRET, Api, Object
-from nexrl_controller.release_secrets import ReleaseSettings, make_secrets
+from nexrl_operator.release_secrets import ReleaseSettings, make_secrets
 
 NAMESPACE = "default"
 LABELS = {"app.kubernetes.io/instance": "trial"}

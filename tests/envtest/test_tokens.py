@@ -51,7 +51,7 @@ async def test_a_token_for_the_experiment_is_good_and_others_are_not(api: Api, c
         with pytest.raises(PermissionDeniedError, match="the token is for"):
             await reviews.admit(await token(api, "worker", *audiences))
     header, payload, signature = good.split(".")
-    with pytest.raises(UnauthenticatedError, match="the token is not good"):
+    with pytest.raises(UnauthenticatedError, match="the token is not valid"):
         await reviews.admit(f"{header}.{payload}.{signature[::-1]}")
 
 
@@ -65,7 +65,7 @@ async def test_a_token_of_another_namespace_is_refused_whatever_its_audience(api
 
 async def test_who_may_not_review_tokens_says_so(api: Api, cluster: KubernetesApi) -> None:
     (cluster.account / "token").write_text(await token(api, "worker"))
-    with pytest.raises(UnavailableError, match=r"cannot be judged.*403"):
+    with pytest.raises(UnavailableError, match=r"cannot be reviewed.*403"):
         await TokenReviews(OURS, cluster).admit(await token(api, "worker", OURS))
 
 

@@ -1,4 +1,4 @@
-"""A cache whose connection is cut, falls silent, or is too old goes on, and misses nothing."""
+"""A cache misses no change when its connection is cut, falls silent, or is too old."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from nexrl.k8s.api import CONFIG_MAP, Api, Object, connect_cluster
-from nexrl_controller.operator import cache as cache_module
-from nexrl_controller.operator.cache import Cache
+from nexrl_operator import cache as cache_module
+from nexrl_operator.cache import Cache
 from tests.support.eventually import eventually
 
 
@@ -180,7 +180,7 @@ async def test_what_a_watch_brings_late_undoes_no_answer_of_a_write(api: Api, pr
         assert heard == [name, "2", "2", "2"]
         await api.delete(CONFIG_MAP, "default", name)
         await until_known(cache, name, is_there=False)
-        cache.note(made)  # an answer that comes after the end of what it tells of
+        cache.note(made)  # the response arrives after the object was deleted
         assert cache.get("default", name) is None
 
 

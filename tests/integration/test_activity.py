@@ -1,4 +1,4 @@
-"""What a process tells of itself: work in flight, heartbeats, errors that pass through tracked work."""
+"""Reports of a process to the controller: work in flight, heartbeats, and errors of tracked work."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,15 +24,16 @@ MODULE = pb.Module(name="rollout-0", role="rollout", address="127.0.0.1:1")
 
 
 class FakeController(Fake):
-    """Keeps what it is told; refuses the first `refusals` heartbeats."""
+    """Keeps all reports. It refuses the first `refusals` heartbeats, and asks for one every `interval_seconds`."""
 
-    def __init__(self, refusals: int = 0) -> None:
+    def __init__(self, refusals: int = 0, interval_seconds: float = 0.01) -> None:
         super().__init__()
         self.modules: list[pb.Module] = []
         self.errors: list[pb.ErrorReport] = []
         self.metrics: list[pb.PostMetricsRequest] = []
         self.has_ended = False
         self._refusals = refusals
+        self._interval_seconds = interval_seconds
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         self.has_ended = request.ends
@@ -40,7 +41,7 @@ class FakeController(Fake):
         await self._notify()
         if len(self.modules) <= self._refusals:
             raise NexrlError("not now")
-        return pb.HeartbeatResponse(interval_seconds=0.01)
+        return pb.HeartbeatResponse(interval_seconds=self._interval_seconds)
 
     async def ReportError(self, request: pb.ReportErrorRequest, context: Context) -> pb.ReportErrorResponse:
         self.errors.append(request.error)
@@ -70,7 +71,24 @@ async def tracked_by(controller: FakeController) -> AsyncIterator[ActivityTracke
         yield ActivityTracker(MODULE, channel)
 
 
-@pytest.mark.guide("C2", "C4", "M3", "M4", "M5", "M16", "R5")
+@asynccontextmanager
+async def sending_heartbeats(controller: FakeController) -> AsyncIterator[ActivityTracker]:
+    """A tracker while it sends heartbeats; the controller has had the first one."""
+    async with tracked_by(controller) as tracker:
+        sending = asyncio.create_task(tracker.send_heartbeats())
+        await controller.wait_for(lambda: bool(controller.modules))
+        yield tracker
+        sending.cancel()
+
+
+async def begin_and_end(tracker: ActivityTracker, activity: str, times: int) -> None:
+    for _ in range(times):
+        with tracker.track(activity):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.guide("C4", "M16")
 async def test_tracked_work_is_in_flight_while_its_block_runs() -> None:
     tracker = ActivityTracker(MODULE, None)
     assert tracker.is_quiescent()
@@ -144,13 +162,40 @@ async def test_heartbeats_enter_the_module_and_go_on_after_a_refusal(monkeypatch
     assert [work.activity for work in first.work] == ["train"]
 
 
-async def test_a_service_that_is_stopped_says_so(tmp_path: Path) -> None:
+@pytest.mark.guide("M5", "M6", "M9")
+async def test_work_that_begins_or_ends_is_reported_at_once_not_with_the_next_heartbeat() -> None:
+    async with sending_heartbeats(controller := FakeController(interval_seconds=3600)) as tracker:
+        for _ in range(2):
+            with tracker.track("rollout"):
+                await controller.wait_for(lambda: [w.activity for w in controller.modules[-1].work] == ["rollout"])
+            await controller.wait_for(lambda: not controller.modules[-1].work)
+
+
+async def test_a_module_that_is_busy_and_idle_in_turn_sends_few_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexrl.activity.MIN_HEARTBEAT_SECONDS", 3600)
+    async with sending_heartbeats(controller := FakeController(interval_seconds=3600)) as tracker:
+        await begin_and_end(tracker, "rollout", times=100)
+    assert len(controller.modules) == 1
+
+
+async def test_a_busy_module_reports_further_work_with_its_next_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexrl.activity.MIN_HEARTBEAT_SECONDS", 0)
+    async with sending_heartbeats(controller := FakeController(interval_seconds=3600)) as tracker:
+        with tracker.track("rollout"):
+            await controller.wait_for(lambda: bool(controller.modules[-1].work))
+            await begin_and_end(tracker, "put", times=100)
+    assert len(controller.modules) == 2
+
+
+@pytest.mark.guide("C1", "C2")
+async def test_a_service_tells_its_name_and_role_and_that_it_stops(tmp_path: Path) -> None:
     async def start(process: ServiceProcess) -> None:
         await process.set_ready()
 
     controller = FakeController()
     async with served(controller) as address, running_service(tmp_path, start, controller=address):
         await controller.wait_for(lambda: bool(controller.modules))
+        assert (controller.modules[0].name, controller.modules[0].role) == ("test-0", "test")
         assert not controller.has_ended
     assert controller.has_ended
 

@@ -1,4 +1,4 @@
-"""A replica that takes a version from the shared folder while weight syncs go on: the newest wins."""
+"""A replica that loads a version from the shared folder during weight syncs serves the newest version."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ else:
 
 @dataclass
 class Registry(WeightSyncServiceServicer):
-    """Stands for weight sync: says what is committed, and remembers who registered with what."""
+    """A fake weight sync: answers with the committed version, and records all registrations."""
 
     committed: Manifest | None = None
     reported: list[tuple[int, str]] = field(default_factory=list)

@@ -22,16 +22,17 @@ from nexrl.tokenizers import build_tokenizer
 from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
-from nexrl.weights.packing import snapshot, tensor_specs
+from nexrl.weights.packing import allocate, snapshot, tensor_specs
 from nexrl.weights.receiver import StagedWeights, WeightReceiver
 from nexrl_inference import server
-from nexrl_inference.engine import Engine
-from nexrl_inference.engine_thread import EngineThread
+from nexrl_inference.backend import text_decoder
+from nexrl_inference.builtin.engine import Engine
+from nexrl_inference.builtin.engine_thread import EngineThread
+from nexrl_inference.builtin.openai_api import OpenAIApi
+from nexrl_inference.builtin.scheduler import Limits
 from nexrl_inference.fixed_weights import fixed_weights
-from nexrl_inference.openai_api import OpenAIApi
 from nexrl_inference.replica import Replica
 from nexrl_inference.requests import GenerationRequest
-from nexrl_inference.scheduler import Limits
 from nexrl_inference.service import InferenceServicer
 from tests.support.services import running_service, small_experiment
 
@@ -66,7 +67,7 @@ class Deployed:
         await call(self.stub.CommitWeights, request, timeout_seconds=CALL_SECONDS)
 
     async def generate(self, **fields: Any) -> pb.GenerateResponse:
-        """Generate; two samples of eight tokens unless told otherwise."""
+        """Generate; by default two samples of eight tokens."""
         values = {"request_id": "r", "prompt_token_ids": [1, 5, 6], "n": 2, "max_new_tokens": 8, "temperature": 1.0}
         return await call(self.stub.Generate, pb.GenerateRequest(**{**values, **fields}), timeout_seconds=CALL_SECONDS)
 
@@ -75,7 +76,13 @@ class Deployed:
 async def replica(tmp_path: Path) -> AsyncIterator[Deployed]:
     model, tokenizer = build_empty_model(SPEC.model), build_tokenizer(SPEC.model)
     receiver = PreparedReceiver(tensor_specs(iter_weights(model)))
-    engine = Engine(model, eos_token_ids=[tokenizer.eos_token_id], limits=Limits(max_tokens_per_row=32), seed=0)
+    engine = Engine(
+        model,
+        eos_token_ids=[tokenizer.eos_token_id],
+        decode=text_decoder(tokenizer),
+        limits=Limits(max_tokens_per_row=32),
+        seed=0,
+    )
     async with AsyncExitStack() as stack:
         thread = await stack.enter_async_context(EngineThread(engine))
         serving = Replica(thread, receiver, policy_pb2.Replica(replica_id="inference-0", address="127.0.0.1:1"))
@@ -165,7 +172,7 @@ async def test_a_replica_of_fixed_weights_serves_them_without_weight_sync(tmp_pa
 
 def test_weights_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"no checkpoint\.json"):
-        fixed_weights(SPEC.model, str(tmp_path))
+        fixed_weights(SPEC.model, str(tmp_path), allocate)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +194,7 @@ async def test_a_request_that_cannot_be_served_is_refused_by_name(
         await replica.generate(**fields)
 
 
-@pytest.mark.guide("F1", "Q33", "Q34")
+@pytest.mark.guide("F1", "Q34")
 async def test_openais_client_completes_text_and_token_ids(replica: Deployed, client: openai.AsyncOpenAI) -> None:
     await replica.commit(2)
     text = await client.completions.create(model="default", prompt="12", max_tokens=4, n=2, seed=1)
@@ -199,6 +206,34 @@ async def test_openais_client_completes_text_and_token_ids(replica: Deployed, cl
     assert ids.choices[0].model_extra is not None
     assert set(ids.choices[0].model_extra["policy_versions"]) == {2}
     assert [model.id async for model in client.models.list()] == ["default"]
+
+
+async def test_openais_client_gets_the_text_before_a_stop_string_and_all_tokens(
+    replica: Deployed, client: openai.AsyncOpenAI
+) -> None:
+    await replica.commit(2)
+    arguments: dict[str, Any] = {"model": "default", "prompt": "12", "max_tokens": 24, "n": 4, "seed": 1}
+    free = (await client.completions.create(**arguments, temperature=2)).choices
+    stop = next(choice.text[3:5] for choice in free if len(choice.text) > 8)
+    stopped = (await client.completions.create(**arguments, temperature=2, stop=stop)).choices
+    for whole, part in zip(free, stopped, strict=True):
+        assert part.text == whole.text.partition(stop)[0]
+        assert whole.model_extra is not None
+        assert part.model_extra is not None
+        tokens = part.model_extra["token_ids"]
+        assert tokens == whole.model_extra["token_ids"][: len(tokens)]
+        assert part.finish_reason == "stop" or stop not in whole.text
+    assert any(stop in choice.text for choice in free)
+
+
+async def test_openais_client_may_ask_for_the_k_most_likely_tokens(
+    replica: Deployed, client: openai.AsyncOpenAI
+) -> None:
+    await replica.commit(2)
+    arguments: dict[str, Any] = {"model": "default", "prompt": "12", "max_tokens": 6, "temperature": 2}
+    likeliest = await client.completions.create(**{**arguments, "temperature": 0})
+    one = await client.completions.create(**arguments, extra_body={"top_k": 1})
+    assert one.choices[0].text == likeliest.choices[0].text
 
 
 @pytest.mark.guide("F3", "G10")
@@ -221,7 +256,7 @@ async def test_openais_client_chats(replica: Deployed, client: openai.AsyncOpenA
         ({"model": "other"}, openai.NotFoundError, "model: 'other'"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"stream": True}, openai.BadRequestError, "stream"),
-        ({"stop": "x"}, openai.BadRequestError, "stop"),
+        ({"stop": [""]}, openai.BadRequestError, "stop"),
     ],
 )
 async def test_what_is_not_offered_is_an_openai_error(

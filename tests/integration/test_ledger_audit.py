@@ -1,4 +1,4 @@
-"""The audit names whatever contradicts the rows of the samples, whoever tampered with what."""
+"""The audit names every record that contradicts the rows of the samples."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -56,16 +56,16 @@ async def test_a_ledger_with_samples_in_every_state_is_balanced(ledger: Ledger) 
 
 
 def _set_row(sample: str, row: str) -> Tamper:
-    group, _, k = sample.partition(".")
-    return lambda redis, prefix: redis.hset(f"{prefix}g:{group}", f"s{k}", row)
+    task, _, k = sample.partition(".")
+    return lambda redis, prefix: redis.hset(f"{prefix}task:{task}", f"s{k}", row)
 
 
 TAMPERINGS: dict[str, tuple[str, Tamper]] = {
     "an open sample that nobody can be given": ("11.1", lambda r, p: r.lrem(p + "open", 0, "11.1")),
     "a sample that is open twice": ("11.1", lambda r, p: r.rpush(p + "open", "11.1")),
-    "a lease without its deadline": ("11.0", lambda r, p: r.zrem(p + "lease", "11.0")),
-    "a sample that waits for no group": ("10.0", lambda r, p: r.delete(p + "leaf:10")),
-    "a sample whose trajectories are gone": ("10.0", lambda r, p: r.hdel(p + "t:10", "0")),
+    "a lease without its deadline": ("11.0", lambda r, p: r.zrem(p + "leases", "11.0")),
+    "a sample that waits for no group": ("10.0", lambda r, p: r.delete(p + "group:10")),
+    "a sample whose trajectories are gone": ("10.0", lambda r, p: r.hdel(p + "payloads:10", "0")),
     "a ready group that is gone": ("8.0", lambda r, p: r.delete(p + "ready")),
     "a trained sample that is ready again": (
         "4.0",
@@ -73,19 +73,19 @@ TAMPERINGS: dict[str, tuple[str, Tamper]] = {
             p + "ready", json.dumps({"groups": [{"name": "x", "samples": ["4.0"]}], "oldest": 0, "credit": 1})
         ),
     ),
-    "a batch that lacks a sample": ("6.0", lambda r, p: r.hset(p + "b:3", "ids", "6.1 7.0 7.1")),
-    "a sample in two batches": ("6.0", lambda r, p: r.hset(p + "b:2", "ids", "4.0 4.1 5.0 5.1 6.0")),
+    "a batch that lacks a sample": ("6.0", lambda r, p: r.hset(p + "batch:3", "ids", "6.1 7.0 7.1")),
+    "a sample in two batches": ("6.0", lambda r, p: r.hset(p + "batch:2", "ids", "4.0 4.1 5.0 5.1 6.0")),
     "a sample that says another batch": ("batch 3", _set_row("6.0", "b2:1:0")),
     "a row that is no state": ("11.0", _set_row("11.0", "trained:1:0")),
     "a sample from nowhere": ("99.0", lambda r, p: r.rpush(p + "open", "99.0")),
-    "a row that is gone": ("11.0", lambda r, p: r.hdel(p + "g:11", "s0")),
-    "a group that is gone": ("group 11", lambda r, p: r.delete(p + "g:11")),
-    "history that is gone": ("group 0", lambda r, p: r.hdel(p + "done:0", "0")),
-    "history that says another batch": ("batch 0", lambda r, p: r.hset(p + "done:0", "0", "2*b1")),
-    "a durable batch of another size": ("batch 0", lambda r, p: r.hset(p + "sizes", "0", 3)),
-    "a train batch that is gone before a checkpoint has it": ("batch 1", lambda r, p: r.delete(p + "tb:1")),
-    "a train batch that nobody is told of": ("batch 2", lambda r, p: r.hdel(p + "tb", "2")),
-    "a step counted as trained that was not": ("batch 2", lambda r, p: r.hset(p + "tb", "2", "trained")),
+    "a row that is gone": ("11.0", lambda r, p: r.hdel(p + "task:11", "s0")),
+    "a task that is gone": ("task 11", lambda r, p: r.delete(p + "task:11")),
+    "history that is gone": ("task 0", lambda r, p: r.hdel(p + "history:0", "0")),
+    "history that says another batch": ("batch 0", lambda r, p: r.hset(p + "history:0", "0", "2*b1")),
+    "a durable batch of another size": ("batch 0", lambda r, p: r.hset(p + "batch_sizes", "0", 3)),
+    "a train batch that is gone before a checkpoint has it": ("batch 1", lambda r, p: r.delete(p + "train_batch:1")),
+    "a train batch that nobody is told of": ("batch 2", lambda r, p: r.hdel(p + "train_batches", "2")),
+    "a step counted as trained that was not": ("batch 2", lambda r, p: r.hset(p + "train_batches", "2", "trained")),
     "a counter that is off": ("leased", lambda r, p: r.hincrby(p + "meta", "leased", 1)),
     "a grant that was never made": ("granted", lambda r, p: r.hincrby(p + "meta", "granted", 1)),
     "a drop that was never made": ("dropped:stale", lambda r, p: r.hincrby(p + "meta", "dropped:stale", 1)),

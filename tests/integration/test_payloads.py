@@ -3,16 +3,18 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis, key_prefix
-from nexrl.v1 import tensor_pb2 as tensor_pb
+from nexrl.train_batch import TrainBatch, TrainSequence
+from nexrl.train_batch_proto import encode_train_batch
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
-from nexrl_trajectory_pool import ledger
+from nexrl_trajectory_pool.ledger import names, train_batches
 from nexrl_trajectory_pool.results import MAX_SAMPLE_BYTES
 from tests.support.pool import CALL_SECONDS, TAG, PoolClient, running_pool, scored, trajectory
 from tests.support.services import small_experiment
@@ -70,7 +72,7 @@ async def test_a_batch_that_no_message_of_the_usual_size_could_hold_reaches_the_
             await pool.put([sized(sample, MAX_SAMPLE_BYTES) for sample in lease.samples])
         batch = (await pool.lease_batch()).lease
         assert batch.ByteSize() > LARGE_BATCH_SAMPLES * MAX_SAMPLE_BYTES
-        assert LARGE_TRAIN_BATCH_BYTES > ledger.PIECE_BYTES
+        assert LARGE_TRAIN_BATCH_BYTES > train_batches.PIECE_BYTES
         put = await put_train_batch(pool, batch, LARGE_TRAIN_BATCH_BYTES)
         assert (await pool.lease_train_batch(0, 1)).train_batch == put
         await pool.ack(0, 1)
@@ -82,7 +84,7 @@ async def test_a_group_that_is_too_large_for_any_batch_is_refused_with_what_to_c
     pool: PoolClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pool.fill()
-    monkeypatch.setattr(ledger, "MAX_BATCH_BYTES", 10)
+    monkeypatch.setattr(names, "MAX_BATCH_BYTES", 10)
     with pytest.raises(InvalidArgumentError, match=r"^trajectoryPool.batchSize: batch 0 has \d+ bytes .* at most 10:"):
         await pool.lease_batch()
 
@@ -90,21 +92,21 @@ async def test_a_group_that_is_too_large_for_any_batch_is_refused_with_what_to_c
 async def test_a_train_batch_of_which_redis_lost_a_piece_is_sent_again(
     pool: PoolClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "PIECE_BYTES", 100)
+    monkeypatch.setattr(train_batches, "PIECE_BYTES", 100)
     await pool.resume()
     await pool.fill()
     batch = (await pool.lease_batch()).lease
-    stage = ledger.Ledger._stage
+    stage = train_batches.TrainBatches._stage
 
     lost: list[str] = []
 
-    async def stage_all_but_one(self: ledger.Ledger, name: str, number: int, piece: bytes) -> None:
+    async def stage_all_but_one(self: train_batches.TrainBatches, name: str, number: int, piece: bytes) -> None:
         if number != 1 or lost:
             await stage(self, name, number, piece)
         else:
             lost.append(name)
 
-    monkeypatch.setattr(ledger.Ledger, "_stage", stage_all_but_one)
+    monkeypatch.setattr(train_batches.TrainBatches, "_stage", stage_all_but_one)
     put = await put_train_batch(pool, batch, 512)
     assert lost
     assert (await pool.lease_train_batch(0, 1)).train_batch == put
@@ -112,9 +114,15 @@ async def test_a_train_batch_of_which_redis_lost_a_piece_is_sent_again(
 
 async def put_train_batch(pool: PoolClient, lease: pool_pb.BatchLease, nbytes: int) -> train_pb.TrainBatch:
     samples = [sample.sample_id for group in lease.groups for sample in group.samples]
-    tensor = tensor_pb.Tensor(content=bytes(range(256)) * (nbytes // 256))
+    tokens = nbytes // 17  # 8 + 1 + 4 + 4 bytes each
+    lengths_B = np.array([32] * (tokens // 32) + [tokens % 32] * (tokens % 32 > 0), np.int64)  # the longest allowed
+    zeros_N = np.zeros(tokens, np.float32)
+    arrays = TrainBatch(np.arange(tokens) % 14, np.zeros(tokens, bool), zeros_N, zeros_N, lengths_B)
     batch = train_pb.TrainBatch(
-        batch_id=lease.batch_id, model_tag=TAG, sample_ids=samples, tensors={"token_ids": tensor}
+        batch_id=lease.batch_id,
+        model_tag=TAG,
+        sample_ids=samples,
+        tensors=encode_train_batch(arrays),
     )
     request = train_pb.PutTrainBatchRequest(request_id=new_request_id(), train_batch=batch, batch_attempt=lease.attempt)
     await call(pool.train.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
@@ -125,3 +133,11 @@ async def put_train_batch(pool: PoolClient, lease: pool_pb.BatchLease, nbytes: i
 async def commit(pool: PoolClient, steps: int) -> None:
     request = train_pb.CommitCheckpointRequest(request_id=new_request_id(), model_tag=TAG, steps=steps, incarnation=1)
     await call(pool.train.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
+
+
+async def test_a_train_batch_with_tokens_that_the_model_does_not_have_is_refused(pool: PoolClient) -> None:
+    tensors = encode_train_batch(TrainBatch.pack([TrainSequence([5, 10**6], [False, True], [0.0, -1.0], 1.0)]))
+    sent = train_pb.TrainBatch(model_tag=TAG, tensors=tensors)
+    put = train_pb.PutTrainBatchRequest(request_id=new_request_id(), train_batch=sent, batch_attempt=1)
+    with pytest.raises(InvalidArgumentError, match=r"tensors\[token_ids\]: 1000000"):
+        await call(pool.train.PutTrainBatch, put, timeout_seconds=CALL_SECONDS)

@@ -31,7 +31,7 @@ class Keys:
         self._redis, self._url, self._name, self._folder = redis, redis_url, name, folder
         self.state = key_prefix(name, "controller") + "state"
         self.early = key_prefix(name, "default") + "meta"
-        self.late = key_prefix(name, "default") + "t:17"
+        self.late = key_prefix(name, "default") + "payloads:17"
 
     async def ttl(self, name: str) -> int:
         """Seconds until a key ends; -1 for never."""

@@ -1,6 +1,7 @@
 """The rollout process as it is started, and workers of one's own, against the contract on real gRPC servers."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,9 +13,13 @@ import pytest
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import MAX_PUT_BYTES, RolloutClient, open_rollout_client
+from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Sampling
+from nexrl.rollout_worker import RolloutWorker, scored
 from nexrl.rpc.server import ServiceProcess
 from nexrl.settings import Settings
+from nexrl.spec import Experiment
+from nexrl.tensor_proto import decode_tensor
 from nexrl.transcript import Transcript
 from nexrl.v1.activity_service_pb2 import Module
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
@@ -22,14 +27,14 @@ from nexrl.v1.trajectory_pb2 import (
     PURPOSE_TRAINING,
     PURPOSE_VALIDATION,
     PUT_OUTCOME_ACCEPTED,
+    VERDICT_ENV_ERROR,
     VERDICT_OK,
     SampleResult,
     TaskLease,
     Trajectory,
 )
-from nexrl_rollout.results import scored
 from nexrl_rollout.server import start
-from nexrl_rollout.worker import RolloutLimits, RolloutLoop, RolloutWorker
+from nexrl_rollout.worker import RolloutLimits, RolloutLoop
 from tests.support.rollout import (
     ALPHABET,
     FakeEngine,
@@ -61,7 +66,9 @@ async def contract(pool: FakePool, engine: FakeEngine) -> AsyncIterator[tuple[st
 
 
 @asynccontextmanager
-async def rollout_process(pool: FakePool, engine: FakeEngine, run_dir: Path, **rollout: Any) -> AsyncIterator[None]:
+async def rollout_process(
+    pool: FakePool, engine: FakeEngine, run_dir: Path, given: Experiment | None = None, **rollout: Any
+) -> AsyncIterator[None]:
     """The process, until SIGTERM at the end of the block."""
     async with contract(pool, engine) as (pool_address, registry_address):
         settings = Settings(
@@ -71,7 +78,7 @@ async def rollout_process(pool: FakePool, engine: FakeEngine, run_dir: Path, **r
             trajectory_pool=pool_address,
             weight_sync=registry_address,
         )
-        process = ServiceProcess("rollout", settings, experiment(**rollout))
+        process = ServiceProcess("rollout", settings, given or experiment(**rollout))
         running = asyncio.create_task(process.run(start))
         try:
             yield
@@ -84,7 +91,7 @@ def rewards(results: Sequence[SampleResult]) -> list[float]:
     return [result.trajectories[0].reward for result in results]
 
 
-@pytest.mark.guide("G1", "G15")
+@pytest.mark.guide("G1", "G15", "Q8")
 async def test_process_feeds_training_and_validation(tmp_path: Path) -> None:
     leases = [task_lease(group, 4, prompt="123", answer="321") for group in range(3)]
     leases.append(task_lease(0, 2, prompt="123", answer="999", purpose=PURPOSE_VALIDATION))
@@ -102,7 +109,23 @@ async def test_process_runs_an_environment(tmp_path: Path) -> None:
     reference = "nexrl_rollout.environments.number_guess:number_guess"
     async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="agent", environment=reference):
         await pool.wait_for(lambda: len(pool.results[PURPOSE_TRAINING]) == 4)
-    assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 4
+    results = pool.results[PURPOSE_TRAINING]
+    assert rewards(results) == [1.0] * 4
+    assert [dict(result.trajectories[0].reward_components) for result in results] == [{"guesses": 1.0}] * 4
+
+
+@pytest.mark.guide("Q36")
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_a_failing_engine_is_asked_again_as_often_as_the_experiment_says(tmp_path: Path, retries: int) -> None:
+    pool = FakePool([task_lease(0, 4, prompt="123", answer="321")])
+    engine = FakeEngine(reverses, errors=[NexrlError("broken")] * 2)
+    document = experiment(type="simple").model_dump(by_alias=True, exclude_none=True, mode="json")
+    document["spec"]["inference"]["maxRetries"] = retries
+    limited = Experiment.model_validate_json(json.dumps(document))
+    async with rollout_process(pool, engine, tmp_path, limited):
+        await pool.wait_for(lambda: len(pool.results[PURPOSE_TRAINING]) == 4)
+    assert {result.verdict for result in pool.results[PURPOSE_TRAINING]} == {VERDICT_ENV_ERROR}
+    assert len(engine.requests) == retries + 1
 
 
 @pytest.mark.guide("G5", "G13")
@@ -163,7 +186,7 @@ class Custom(RolloutWorker):
         return results
 
 
-@pytest.mark.guide("G1", "G2", "G3", "G8", "G15", "R3")
+@pytest.mark.guide("G1", "G2", "G8", "G15")
 async def test_subclass_with_one_method_is_a_worker() -> None:
     pool = FakePool([task_lease(0, 4)])
     engine = FakeEngine(reverses)
@@ -179,6 +202,84 @@ async def test_subclass_with_one_method_is_a_worker() -> None:
         await asyncio.wait([running])
     assert engine.requests[0].temperature == 0.7
     assert rewards(pool.results[PURPOSE_TRAINING]) == [0.5] * 4
+
+
+WORKER = """
+from nexrl.rollout_worker import RolloutWorker, WorkerContext, scored, with_columns
+from nexrl.transcript import Transcript
+
+
+class Mine(RolloutWorker):
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    async def rollout(self, lease):
+        task = self.context.task(lease)
+        prompt_ids = self.context.text.encode_prompt(task["prompt"])
+        results = []
+        for sample, completion in zip(lease.samples, await self.context.generate(lease, prompt_ids)):
+            transcript = Transcript(prompt_ids)
+            transcript.add_completion(completion)
+            reward = float(self.context.text.decode([completion.token_ids])[0] == task["answer"])
+            trajectory = transcript.trajectory(reward, metadata=self.context.metadata(task))
+            with_columns(trajectory, {"place": range(len(trajectory.token_ids)), "difficulty": 0.5})
+            results.append(scored(sample, [trajectory], completion.finish_reason))
+        return results
+
+
+class Exits(RolloutWorker):
+    def __init__(self, context):
+        raise SystemExit(1)
+
+    async def rollout(self, lease):
+        return []
+
+
+class NeedsMore(RolloutWorker):
+    def __init__(self, context, more):
+        pass
+
+    async def rollout(self, lease):
+        return []
+"""
+
+
+@pytest.mark.guide("R3")
+async def test_a_class_of_the_user_is_the_worker_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker_of_mine.py").write_text(WORKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = FakeEngine(reverses)
+    pool = FakePool([task_lease(0, 4, prompt="123", answer="321")])
+    async with rollout_process(pool, engine, tmp_path, type="worker", worker="worker_of_mine:Mine"):
+        await pool.wait_for(lambda: len(pool.results[PURPOSE_TRAINING]) == 4)
+    assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 4
+    trajectory = pool.results[PURPOSE_TRAINING][0].trajectories[0]
+    assert decode_tensor("place", trajectory.columns["place"]).tolist() == [*range(len(trajectory.token_ids))]
+    assert decode_tensor("difficulty", trajectory.columns["difficulty"]) == 0.5
+    assert trajectory.metadata["task_id"]
+    assert len(set(engine.requests[0].seeds)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NeedsMore", "rollout.worker worker_of_mine:NeedsMore: TypeError.*missing 1 required positional argument"),
+        ("Exits", "rollout.worker worker_of_mine:Exits: SystemExit .*: 1"),
+        ("scored", "rollout.worker worker_of_mine:scored: not a subclass of nexrl.rollout_worker.RolloutWorker"),
+    ],
+)
+async def test_a_worker_that_cannot_be_made_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    (tmp_path / "worker_of_mine.py").write_text(WORKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=message):
+        async with rollout_process(
+            FakePool([]), FakeEngine(reverses), tmp_path, type="worker", worker=f"worker_of_mine:{name}"
+        ):
+            pass
 
 
 async def test_results_larger_than_one_call_are_put_in_several() -> None:

@@ -1,4 +1,4 @@
-"""Mutual TLS between real servers and clients: who is let in, and what happens when certificates change."""
+"""Mutual TLS between real servers and clients: which callers are admitted, and how certificates are replaced."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from nexrl.authority import issue
 from nexrl.errors import InvalidArgumentError, PermissionDeniedError
 from nexrl.local.components import free_ports
 from nexrl.rpc.client import call, connect, watch
@@ -19,6 +18,7 @@ from nexrl.v1 import validator_service_pb2 as pb
 from nexrl.v1 import weight_sync_service_pb2 as stream_pb
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub, add_ValidatorServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub, add_WeightSyncServiceServicer_to_server
+from nexrl_operator.authority import issue
 from tests.support.certificates import OTHERS, OURS, Authority, environment, write
 from tests.support.rollout import Fake
 from tests.support.services import running_service
@@ -135,7 +135,7 @@ async def test_another_experiment_is_refused_in_calls_and_streams(
     others = authority.write(tmp_path / "others", OTHERS)
     to_us = Tls(others.ca, OURS, others.certificate, others.key)
     async with running_service(tmp_path, serving(Servicer())) as process, connect(process.address, to_us) as channel:
-        with pytest.raises(PermissionDeniedError, match=f"{OTHERS}; this is {OURS}"):
+        with pytest.raises(PermissionDeniedError, match=f"{OTHERS}; this server is {OURS}"):
             await ask(channel)
         with pytest.raises(PermissionDeniedError):
             await anext(watch(WeightSyncServiceStub(channel).WatchReplicas, stream_pb.WatchReplicasRequest()))
@@ -285,7 +285,7 @@ async def test_a_probe_needs_no_certificate_and_gets_health_only(ours: Tls, tmp_
 
 
 async def test_tokens_are_not_taken_without_tls(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="NEXRL_TOKEN_PORT: tokens are for TLS only"):
+    with pytest.raises(InvalidArgumentError, match="NEXRL_TOKEN_PORT: tokens require TLS"):
         async with running_service(tmp_path, serving(Servicer()), token_port=1):
             raise AssertionError
 

@@ -62,7 +62,7 @@ async def start(process: ServiceProcess) -> None:
 
 @pytest.fixture
 async def reviewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TokenReviewer]:
-    """This process as a pod with a certificate of the experiment, in a cluster that judges tokens."""
+    """This process as a pod with a certificate of the experiment, in a cluster that reviews tokens."""
     async with token_reviewer(tmp_path / "account") as (reviewer, port):
         monkeypatch.setattr(admission, "ACCOUNT", tmp_path / "account")
         variables = {"KUBERNETES_SERVICE_HOST": "localhost", "KUBERNETES_SERVICE_PORT": port}
@@ -109,16 +109,16 @@ async def test_a_token_for_the_experiment_is_let_in_and_asked_about_once(
 @pytest.mark.parametrize(
     ("shown", "error", "why"),
     [
-        (token(OTHERS), PermissionDeniedError, f"the token is for {OTHERS}; this is {OURS}"),
+        (token(OTHERS), PermissionDeniedError, f"the token is for {OTHERS}; this server is {OURS}"),
         (token("https://kubernetes.default.svc"), PermissionDeniedError, "the token is for https"),
         (
             token(OURS, "elsewhere:worker"),
             PermissionDeniedError,
-            "elsewhere:worker; wanted: system:serviceaccount:team:",
+            "elsewhere:worker; required: system:serviceaccount:team:",
         ),
         (token(OURS, is_good=False), UnauthenticatedError, "the token was made up"),
-        ("a-password", UnauthenticatedError, "no ServiceAccount's token"),
-        ("a.b.c", UnauthenticatedError, "no ServiceAccount's token"),
+        ("a-password", UnauthenticatedError, "not a ServiceAccount token"),
+        ("a.b.c", UnauthenticatedError, "not a ServiceAccount token"),
     ],
     ids=["other experiment", "no experiment", "other namespace", "made up", "no token", "no JSON"],
 )
@@ -135,7 +135,7 @@ async def test_a_client_with_neither_certificate_nor_token_is_told_so(process: S
     trusted = grpc.ssl_channel_credentials((tmp_path / "ours/ca.crt").read_bytes())
     options = [("grpc.ssl_target_name_override", OURS)]
     async with grpc.aio.secure_channel(process.token_address, trusted, options=options) as channel:
-        with pytest.raises(UnauthenticatedError, match="neither a client certificate nor a bearer token"):
+        with pytest.raises(UnauthenticatedError, match="no client certificate, and no bearer token"):
             await ask(channel)
 
 
@@ -152,8 +152,8 @@ async def test_a_token_that_cannot_be_judged_now_is_tried_again(
     reviewer.status = 503
     async with connect(process.token_address, show(token(OURS))) as channel:
         request = pb.StartValidationRequest(request_id="one")
-        with pytest.raises(grpc.aio.AioRpcError, match=r"the token cannot be judged: .*503") as refusal:
-            await ValidatorServiceStub(channel).StartValidation(request, timeout=20)  # `call` would go on asking
+        with pytest.raises(grpc.aio.AioRpcError, match=r"the token cannot be reviewed: .*503") as refusal:
+            await ValidatorServiceStub(channel).StartValidation(request, timeout=20)  # `call` would retry
         assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
         reviewer.status = 201
         assert await ask(channel) == 7
@@ -187,6 +187,6 @@ async def test_outside_a_cluster_tokens_are_not_offered(
     reviewer: TokenReviewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
-    with pytest.raises(FailedPreconditionError, match="leave NEXRL_TOKEN_PORT out"):
+    with pytest.raises(FailedPreconditionError, match="unset NEXRL_TOKEN_PORT"):
         async with running_service(tmp_path, start, token_port=1):
             raise AssertionError

@@ -1,4 +1,4 @@
-"""Trainer processes killed at every boundary of a step, and a Redis that loses what they had told it.
+"""Trainer processes killed at every boundary of a step, and a Redis that loses their last calls.
 
 What the weights are made of, the sequence of (step, sample ids), is recorded from the calls that the pool has answered.
 """
@@ -61,7 +61,7 @@ async def undisturbed(folder: Path, redis_url: str, name: str, steps: int = STEP
 
 
 async def assert_same_run(world: World, whole: World) -> None:
-    """Nothing tells the survivor from the run that was never disturbed."""
+    """Check that the run has the same batches and weights as a run without kills."""
     assert world.steps == whole.steps
     assert all(sample_ids == whole.steps[step] for step, sample_ids in world.acknowledged)
     assert world.final_weights() == whole.final_weights()
@@ -201,7 +201,7 @@ class Loss:
     is_noticed: bool | None
     """Whether the trainer has made something of what is lost; None where that is a race."""
     put_aside: tuple[int, ...] = ()
-    """Checkpoints that the ledger knows nothing of any more."""
+    """Checkpoints of which the ledger has lost the record."""
     is_replaced: bool = False
     """Whether the trainer is held up at its next acknowledgement until another train batch is there."""
 
@@ -256,6 +256,6 @@ async def test_a_trainer_without_a_checkpoint_that_fits_says_what_is_there_and_w
             assert [await world.live(), await world.live()] == [CONTRADICTED, NOTHING_FITS]
     written = (world.folder / "trainer.log").read_text()
     assert (
-        f"no checkpoint fits the ledger, which goes on from 4 to 5 steps. In {world.folder}/checkpoints: "
+        f"no checkpoint fits the ledger, which can resume from 4 to 5 steps. In {world.folder}/checkpoints: "
         "global_step_10.ahead-of-ledger, global_step_8.ahead-of-ledger; tried last: the initial weights." in written
     )

@@ -13,7 +13,7 @@ from nexrl.local.child import Command
 from nexrl.local.ledger_view import pool_of
 from nexrl.local.redis_server import redis_command
 from nexrl.local.replay import ReplayOptions, replay
-from nexrl.local.run_folder import RunFolder, is_on
+from nexrl.local.run_folder import RunFolder, is_running
 from nexrl.local.temporary import running
 from nexrl.local.trajectories import samples_of
 from nexrl.rpc.client import call
@@ -38,7 +38,7 @@ LEASE_SECONDS = 3.0
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
-    """A run that is on, with a batch of one sample: RECORDED after the tokens 1, 2, drawn by version 3 with seed 9."""
+    """A running run, with a batch of one sample: RECORDED after the tokens 1, 2, drawn by version 3 with seed 9."""
     folder = RunFolder(tmp_path, EXPERIMENT)
     drawn = completion(RECORDED)
     trajectory = Trajectory(
@@ -86,7 +86,7 @@ def engine_of(version: int, tokens: Sequence[int] = RECORDED) -> FakeEngine:
 
 @asynccontextmanager
 async def replica_of(folder: RunFolder, engine: FakeEngine, announced: int = 3) -> AsyncIterator[None]:
-    """A run whose pool is away, with one replica, which weight sync has at version `announced`."""
+    """A run without a reachable pool, and with one replica, which weight sync has at version `announced`."""
     registry = FakeWeightSync()
     pool = FakePool()
 
@@ -127,12 +127,12 @@ async def test_a_run_that_has_ended_is_read_from_a_copy_that_lets_no_lease_run_o
 
 async def test_a_run_that_is_on_is_asked_itself(folder: RunFolder) -> None:
     async with replica_of(folder, engine_of(3)), samples_of(folder.path) as samples:
-        assert is_on(folder.path)
+        assert is_running(folder.path)
         sample = await samples.get("0.0")
         assert (sample.state, sample.batch, sample.step) == ("durable", 3, 4)
         assert list(sample.trajectories[0].token_ids) == [1, 2, *RECORDED]
     folder.close()
-    assert not is_on(folder.path)
+    assert not is_running(folder.path)
 
 
 async def test_a_shared_redis_that_is_away_is_told_without_a_wait_for_a_pool(
@@ -158,7 +158,7 @@ async def test_a_run_without_a_ledger_is_named(folder: RunFolder, tmp_path: Path
             pass
     shared = small_experiment("other", redis={"url": "redis://127.0.0.1:1"})
     (folder.path / "experiment.yaml").write_text(dump_resolved(shared))
-    with pytest.raises(NotFoundError, match="that of a later run of this name"):
+    with pytest.raises(NotFoundError, match="belongs to a later run of this name"):
         async with pool_of(folder.path):
             pass
 
@@ -186,7 +186,7 @@ async def test_a_version_that_nobody_has_is_refused_with_those_that_there_are(
 ) -> None:
     (folder.path / "checkpoints" / "global_step_8").mkdir()
     async with replica_of(folder, engine_of(served), announced):
-        with pytest.raises(NotFoundError, match=r"policy version 3, .* there are 0, 8: --version"):
+        with pytest.raises(NotFoundError, match=r"policy version 3, .* available: 0, 8. Select .* --version"):
             await replay(folder.path, "0.0", ReplayOptions())
 
 
@@ -202,5 +202,5 @@ async def test_an_engine_that_is_named_is_asked_whatever_it_serves(
 
 async def test_a_sample_of_a_worker_that_records_no_draw_is_refused(folder: RunFolder) -> None:
     async with replica_of(folder, engine_of(3)):
-        with pytest.raises(FailedPreconditionError, match="nothing tells how it was drawn"):
+        with pytest.raises(FailedPreconditionError, match="there is no record of how it was drawn"):
             await replay(folder.path, "0.1", ReplayOptions())

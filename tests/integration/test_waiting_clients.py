@@ -150,7 +150,7 @@ async def test_a_small_batch_does_not_wait_behind_a_large_one(deploy: Deploy, re
     await asyncio.wait([large])
 
 
-# what is told, and a Redis that tells nothing any more
+# wake-ups, and a Redis that sends none any more
 
 
 class Relay:
@@ -171,7 +171,7 @@ class Relay:
                 writer.close()
 
     def fall_silent(self) -> None:
-        """Pass on nothing more, but for those who connect from now on."""
+        """Forward nothing more on the open connections. New connections work."""
         self._silent |= self._open
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -189,7 +189,7 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def listening(url: str, channel: str) -> AsyncIterator[WakeUps]:
-    """Wake-ups of one channel, and whoever passes them on."""
+    """Wake-ups of one channel, with the task that listens for them."""
     redis = await connect_redis(url)
     subscribed = await count(redis, "subscribe")
     told = WakeUps(redis, [channel])

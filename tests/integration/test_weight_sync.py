@@ -13,7 +13,7 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis, key_prefix
 from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.weights import publisher as publisher_module
-from nexrl.weights.codec import manifest_to_wire
+from nexrl.weights.manifest_proto import manifest_to_wire
 from nexrl.weights.packing import snapshot
 from nexrl.weights.published import PublishedVersions
 from nexrl_weight_sync import weight_sync
@@ -47,11 +47,20 @@ async def gate(world: World, wait_seconds: float = 0) -> pb.CheckRolloutStatusRe
     return await call(world.stub().CheckRolloutStatus, request, timeout_seconds=wait_seconds + 5)
 
 
+async def watched(world: World) -> pb.WatchReplicasResponse:
+    """Return the first message of WatchReplicas."""
+    states = world.stub().WatchReplicas(pb.WatchReplicasRequest(model_tag=MODEL_TAG), timeout=5)
+    first: pb.WatchReplicasResponse = await anext(aiter(states))
+    states.cancel()
+    return first
+
+
 @pytest.mark.guide("L6", "L8", "L9", "L10")
 async def test_versions_reach_all_replicas_through_one_open_group(redis: Redis, experiment_name: str) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("a"), world.replica("b"))
         assert (await gate(world)).status == pb.ROLLOUT_STATUS_BLOCK
+        assert (await watched(world)).gate == "no policy version has been committed yet"
         publisher = await world.publisher()
         epochs = set()
         for version in range(3):
@@ -61,6 +70,7 @@ async def test_versions_reach_all_replicas_through_one_open_group(redis: Redis, 
             epochs.add(world.weight_sync.coordinator.state.epoch)
         assert epochs == {1}
         assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE
+        assert (await watched(world)).gate == ""
         request = pb.GetWeightSyncStateRequest(model_tag=MODEL_TAG)
         state = await call(world.stub().GetWeightSyncState, request, timeout_seconds=5)
         assert (state.committed_version, state.waiting_for_validation) == (2, False)
@@ -153,7 +163,7 @@ async def test_a_late_replica_gets_the_committed_version_without_a_new_one(redis
 
 
 async def synced(world: World) -> tuple[str, int]:
-    """What tells one sync from the next."""
+    """Return what identifies a sync."""
     state = await call(
         world.stub().GetWeightSyncState, pb.GetWeightSyncStateRequest(model_tag=MODEL_TAG), timeout_seconds=5
     )
@@ -291,7 +301,7 @@ async def test_calls_that_name_no_sync_or_tag_are_refused(redis: Redis, experime
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         stub = world.stub()
         commit = pb.CommitSyncRequest(request_id="r", model_tag=MODEL_TAG, sync_id="x")
-        with pytest.raises(NotFoundError, match="not on"):
+        with pytest.raises(NotFoundError, match="not running"):
             await call(stub.CommitSync, commit, timeout_seconds=5)
         with pytest.raises(NotFoundError, match="model_tag"):
             await call(stub.GetWeightSyncState, pb.GetWeightSyncStateRequest(model_tag="other"), timeout_seconds=5)

@@ -4,7 +4,7 @@ import pytest
 
 from nexrl.errors import FailedPreconditionError
 from nexrl.store import Redis, key_prefix
-from nexrl_weight_sync.coordinator import Replica, State, Weights
+from nexrl_weight_sync.records import Replica, State, Weights
 from nexrl_weight_sync.store import WeightSyncStore
 
 

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def namespace() -> Iterator[Namespace]:
-    """With the chart installed, without any value. At the end the definition goes, and with it every experiment."""
+    """Install the chart without any value. At the end, delete the definition and with it every experiment."""
     if command("kubectl", "get", "crd", "experiments.nexrl.dev", "--ignore-not-found"):
         pytest.fail(
             "this cluster has the definition of Experiment already: take one without NexRL, or `kubectl delete crd`"

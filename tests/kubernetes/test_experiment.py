@@ -1,10 +1,14 @@
 """From `helm install` to a model that was trained, all of it inside the cluster."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.kubernetes.conftest import RELEASE
-from tests.support.cluster import Namespace
+from tests.support.cluster import Namespace, command
 from tests.support.experiments import SORT_DIGITS, Running, applied, assert_balanced, sort_digits
+from tests.support.pages import HOW_TO, write_files
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -13,6 +17,7 @@ def test_release_passes_its_own_tests(namespace: Namespace) -> None:
     namespace.test(RELEASE)
 
 
+@pytest.mark.guide("A1", "R2")
 def test_example_is_trained(namespace: Namespace) -> None:
     namespace.kubectl("apply", "--filename", str(SORT_DIGITS))
     ended = Running(namespace, "sort-digits").until("Complete")
@@ -28,3 +33,16 @@ def test_example_is_trained_on_vllm(namespace: Namespace) -> None:
     item = sort_digits("on-vllm", inference__backend="vllm", trainer__steps=20)
     with applied(namespace, item) as running:
         assert_balanced(running.until("Complete"))
+
+
+@pytest.mark.parametrize(("page", "name"), [("write-a-loss", "own-loss"), ("write-a-rollout-worker", "own-worker")])
+def test_submitted_code_of_the_user_trains_on_the_cluster(
+    namespace: Namespace, tmp_path: Path, page: str, name: str
+) -> None:
+    write_files((HOW_TO / f"{page}.md").read_text(), tmp_path)
+    nexrl = (sys.executable, "-m", "nexrl.cli")
+    command(*nexrl, "submit", str(tmp_path / "experiment.yaml"), "--namespace", namespace.name)
+    ended = Running(namespace, name).until("Complete")
+    assert ended["status"]["progress"]["step"] == 4
+    assert_balanced(ended)
+    namespace.kubectl("delete", "experiment", name, "--timeout=120s", seconds=150.0)

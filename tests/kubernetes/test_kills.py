@@ -14,7 +14,7 @@ from tests.support.experiments import Running, applied, assert_balanced, slow
 pytestmark = pytest.mark.timeout(1200)
 
 PAIRS = (("controller", "weight-sync"), ("trajectory-pool", "inference"), ("trainer", "rollout"))
-"""Of such as do not need each other, so that all who need one of them survive its loss."""
+"""Components that do not call each other, so that the callers of each can survive its loss."""
 STEPS = 45
 BACK_SECONDS = 180.0
 BEGINS = r" begins at step (\d+)"
@@ -35,7 +35,7 @@ def test_killed_pods_come_back_and_nothing_is_lost(namespace: Namespace) -> None
 
 
 def test_evicted_trainer_goes_on_where_it_was(namespace: Namespace, running: Running) -> None:
-    """There are no checkpoints but those that a trainer writes when it is told to go."""
+    """In this run a trainer writes a checkpoint only when it is stopped."""
     before = running.get()["status"]
     ((uid, trainer),) = running.pods("trainer").items()
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": trainer}}

@@ -32,7 +32,7 @@ with ThreadPoolExecutor(len(expected)) as pool:
 print(json.dumps(answers))
 """
 ENFORCED_SECONDS = 10.0
-"""For policies to take note of a new pod. One that is to reach nothing at all must not be let in as long."""
+"""Time for network policies to apply to a new pod. A pod that may reach nothing must stay cut off for as long."""
 
 
 def test_stranger_reaches_no_port_of_an_experiment_and_no_redis(namespace: Namespace, running: Running) -> None:

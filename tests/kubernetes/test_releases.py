@@ -1,4 +1,4 @@
-"""A release that goes leaves nothing behind."""
+"""An uninstalled release leaves nothing behind."""
 
 import pytest
 

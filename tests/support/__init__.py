@@ -1,1 +1,1 @@
-"""Shared by tests: fixtures' machinery, builders, contract fakes. No test imports another test."""
+"""Code that tests share: fixtures, builders and contract fakes. No test module imports another test module."""

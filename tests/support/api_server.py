@@ -1,4 +1,4 @@
-"""A bare API server: etcd and kube-apiserver as processes, no kubelet and no controllers. Needs KUBEBUILDER_ASSETS."""
+"""A bare API server: etcd and kube-apiserver, without kubelet and controllers. Requires KUBEBUILDER_ASSETS."""
 
 import datetime
 import os
@@ -17,7 +17,7 @@ START_SECONDS = 60.0
 
 
 def assets() -> Path | None:
-    """Where the binaries are; None when one is missing, or openssl."""
+    """Return the folder of the binaries; None if a binary or openssl is missing."""
     given = Path(os.environ.get("KUBEBUILDER_ASSETS", "/usr/local/kubebuilder/bin"))
     is_complete = all((given / name).exists() for name in ("kube-apiserver", "etcd"))
     return given if is_complete and shutil.which("openssl") else None
@@ -25,7 +25,7 @@ def assets() -> Path | None:
 
 @contextmanager
 def api_server(folder: Path) -> Iterator[Path]:
-    """Runs one, with RBAC; gives the kubeconfig of its administrator."""
+    """Run an API server with RBAC. Yields the path of its administrator's kubeconfig."""
     found = assets()
     assert found is not None
     etcd, peer, secure = free_ports(3)
@@ -59,7 +59,7 @@ def api_server(folder: Path) -> Iterator[Path]:
         yield kubeconfig
     finally:
         for process in processes:
-            process.kill()  # nothing of it is needed any more, and told to end it would take 20 s
+            process.kill()  # its data is not needed any more, and SIGTERM would take 20 s
             process.wait()
 
 
@@ -111,5 +111,5 @@ def _is_ready(port: int, context: ssl.SSLContext) -> bool:
 
 
 def rfc3339(moment: float) -> str:
-    """A time as the API writes it."""
+    """Return a time in the format of the Kubernetes API."""
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,29 +1,29 @@
-"""Certificates for tests: an authority in memory, files as a Secret's volume has them."""
+"""Certificates for tests: an authority in memory, and folders with the layout of a Secret's volume."""
 
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from nexrl.authority import Issued, issue, new_ca
 from nexrl.tls import Tls, experiment_name
+from nexrl_operator.authority import Issued, issue, new_ca
 
 OURS = experiment_name("team", "ours")
 OTHERS = experiment_name("team", "others")
 
 
 class Authority:
-    """Issues into folders."""
+    """A certificate authority that writes the certificates it issues into folders."""
 
     def __init__(self) -> None:
         self.ca = new_ca()
 
     def write(self, folder: Path, name: str = OURS, *, names: Sequence[str] = (), days: float = 1) -> Tls:
-        """Put a new certificate for `name` into `folder`, in place of one that may be there."""
+        """Write a new certificate for `name` into `folder`. Replaces an existing certificate."""
         return write(folder, self.ca, issue(self.ca, names, name, days=days), name)
 
 
 def write(folder: Path, ca: Issued, issued: Issued, name: str = OURS) -> Tls:
-    """Put files into `folder`, all replaced at once, as the kubelet does it; gives what names them."""
+    """Write the certificate's files into `folder`, all at once as the kubelet does. Returns their paths."""
     folder.mkdir(exist_ok=True, parents=True)
     version = Path(tempfile.mkdtemp(prefix="..", dir=folder))
     (version / "new").symlink_to(version.name)
@@ -37,7 +37,7 @@ def write(folder: Path, ca: Issued, issued: Issued, name: str = OURS) -> Tls:
 
 
 def environment(tls: Tls) -> dict[str, str]:
-    """The variables that stand for it."""
+    """Return the environment variables for these TLS settings."""
     values = {"NEXRL_TLS_CERT": tls.certificate, "NEXRL_TLS_KEY": tls.key, "NEXRL_TLS_CA": tls.ca}
     files = {**values, "NEXRL_TOKEN_FILE": tls.token}
     return {"NEXRL_TLS_NAME": tls.name, **{name: str(path) for name, path in files.items() if path}}

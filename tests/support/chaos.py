@@ -1,4 +1,4 @@
-"""Kills processes of a run, one after the other, and examines what the run has left. One seed is one schedule."""
+"""Kills the processes of a run one after the other, then examines the files of the run. A seed fixes the schedule."""
 
 import asyncio
 import contextlib
@@ -18,16 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nexrl.activity import ActivityTracker
+from nexrl.batch_proto import decode_batch
 from nexrl.datasets import open_datasets
 from nexrl.models import iter_weights
-from nexrl.rpc.client import connect
 from nexrl.spec import load_resolved
 from nexrl.store import connect_redis, key_prefix
-from nexrl.v1.activity_service_pb2 import Module
+from nexrl.train_batch import TrainBatch
 from nexrl_trainer.checkpoint import read_metadata
-from nexrl_trainer.codec import decode_train_batch
-from nexrl_trainer.processor import AlgorithmProcessor
+from nexrl_trainer.processor import build_processor
 from nexrl_trainer.server import build_learner
 from nexrl_trajectory_pool.ledger import Ledger, LedgerState, SampleRecord
 from nexrl_trajectory_pool.pool import training_rules
@@ -36,38 +34,38 @@ from tests.support.runs import Process, Run, batches_of, eventually, metrics_of
 
 GAP_SECONDS = (1.0, 2.0)
 DOUBLE_KILLS = 0.1
-"""Share of kills that follow the one before at once."""
+"""Share of kills that follow the previous kill at once."""
 EARLY_KILLS = 0.15
-"""Share of kills that do not wait until the process serves again after its last."""
+"""Share of kills that may hit a process that is still starting after its previous kill."""
 FORGETFUL_KILLS = 0.5
-"""Share of Redis's kills after which it lacks what it wrote last, as after a fail-over or a power cut."""
+"""Share of Redis kills after which Redis lacks its last writes, as after a failover or a power cut."""
 FORGOTTEN_SECONDS = 1.0
-"""What `appendfsync everysec` may lose."""
+"""Duration of the writes that `appendfsync everysec` may lose."""
 REDIS = "redis"
 MOST_AWAY = 1
-"""Processes that are away when the next kill is made; with more, a machine of two cores only ever starts processes."""
+"""Most processes that may be down at the next kill. With more, a machine of two cores would only restart processes."""
 BACK_SECONDS = 90.0
 SERVES = (b'"message": "listening"', b"eady to accept connections")
 ENDS_STEPS = 10
-"""Steps averaged for the first and the last reward: one batch alone is noisy."""
+"""Number of steps whose rewards are averaged at the start and at the end. The reward of one batch is noisy."""
 ALL = 10**9
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A kill to come, `gap_seconds` or more after the one before, of the first of `names` that serves."""
+    """A planned kill of the first process in `names` that serves, at least `gap_seconds` after the previous kill."""
 
     gap_seconds: float
     names: tuple[str, ...]
     is_early: bool
-    """Whether one that is still starting will do."""
+    """Whether the kill may hit a process that is still starting."""
     forgets: bool
-    """If it is Redis: whether it forgets the last second."""
+    """Whether Redis loses the writes of the last second. Ignored for other processes."""
 
 
 @dataclass
 class Kill:
-    """A kill that was made. `back_seconds`: until the process served again; None if it was killed again before."""
+    """A kill that was made. `back_seconds`: time until the process served again; None if another kill came first."""
 
     name: str
     forgets: bool
@@ -75,12 +73,12 @@ class Kill:
 
     @property
     def role(self) -> str:
-        """What was killed: 'rollout' for 'rollout-0'."""
+        """The role of the killed process: 'rollout' for 'rollout-0'."""
         return self.name.rstrip("-0123456789") + (", last second lost" if self.forgets else "")
 
 
 def schedule(seed: int, kills: int, names: Sequence[str]) -> list[Strike]:
-    """The kills of `seed`, every name as likely as any other."""
+    """Return the planned kills of `seed`. All names are equally likely."""
     random = Random(seed)
     return [
         Strike(
@@ -94,22 +92,22 @@ def schedule(seed: int, kills: int, names: Sequence[str]) -> list[Strike]:
 
 
 class Killer:
-    """Makes kills by SIGKILL, and watches how long each process is away."""
+    """Kills processes with SIGKILL, and measures how long each one is down."""
 
     def __init__(self, run: Run, back_seconds: float = BACK_SECONDS) -> None:
-        """`back_seconds`: longest time in which a process that was killed must serve again."""
+        """Create a killer. `back_seconds` is the time within which a killed process must serve again."""
         self._back_seconds = back_seconds
         self.kills: list[Kill] = []
         self.seconds = 0.0
-        """From the first kill until all was back after the last."""
+        """Time from the first kill until all processes served again after the last kill."""
         self.steps = 0
-        """Training steps made in that time."""
+        """Training steps that were made in `seconds`."""
         self._run = run
         self._killed: dict[str, Process] = {}
         self._returns: dict[str, asyncio.Task[None]] = {}
 
     async def kill_all(self, strikes: Sequence[Strike]) -> None:
-        """Make the kills; returns when all that was killed is back. Fails when something does not come back."""
+        """Make the kills. Returns when all killed processes serve again. Fails if one does not."""
         began, before = time.monotonic(), self._steps()
         await self._kill_all(strikes)
         self.seconds, self.steps = time.monotonic() - began, self._steps() - before
@@ -129,7 +127,7 @@ class Killer:
         while True:
             name, process = await self._victim(strike)
             forgets = name == REDIS and strike.forgets
-            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself: take another
+            with contextlib.suppress(ProcessLookupError):  # the process has just ended by itself: choose another
                 if forgets:
                     await self._forget(process)
                 os.kill(process.pid, signal.SIGKILL)
@@ -153,7 +151,7 @@ class Killer:
         return found[0]
 
     async def _forget(self, redis: Process) -> None:
-        folder = self._run.folder / "redis"  # as Redis 6 and as Redis 7 name them
+        folder = self._run.folder / "redis"  # Redis 6 and Redis 7 name their files differently
         files = [*folder.glob("appendonly.aof"), *folder.glob("appendonlydir/*.incr.aof")]
         sizes = {file: file.stat().st_size for file in files}
         await asyncio.sleep(FORGOTTEN_SECONDS)
@@ -193,45 +191,45 @@ class Killer:
 
 @dataclass(frozen=True)
 class Remains:
-    """What a run has left on disk, for each of its steps and samples."""
+    """The steps, batches and samples that a run left on disk."""
 
     steps: Sequence[Mapping[str, float]]
-    """Metrics in the order in which they were written; of a step that was made again, more than once."""
+    """Metrics in the order in which they were written. A repeated step has several entries."""
     batches: Sequence[Sequence[str]]
-    """Ids of the samples of the batch of each step; of a batch that was formed again, the last."""
+    """Sample ids of the batch of each step. If a batch was formed again, those of the last one."""
     checkpointed: Sequence[int]
-    """Numbers of the batches that the checkpoints are made of, in their order."""
+    """Numbers of the batches that the checkpoints contain, in the order of the checkpoints."""
     ledger: LedgerState
     records: Sequence[SampleRecord]
 
     @property
     def steps_made(self) -> int:
-        """How many there are."""
+        """The number of different steps."""
         return len({line["step"] for line in self.steps})
 
     @property
     def trained_twice(self) -> int:
-        """Samples in more than one batch."""
+        """The number of samples in more than one batch."""
         sample_ids = list(chain.from_iterable(self.batches))
         return len(sample_ids) - len(set(sample_ids))
 
     @property
     def lost(self) -> int:
-        """Samples that were granted and that are neither dropped, nor in flight, nor in a batch on disk."""
+        """The number of granted samples that are neither dropped, nor in flight, nor in a batch on disk."""
         in_batches = set(chain.from_iterable(self.batches))
         trained = [record for record in self.records if record.state in ("trained", "durable")]
         missing = [record for record in trained if record.sample_id not in in_batches]
         return self.ledger["granted"] - len(self.records) + len(missing)
 
     def reward(self, steps: slice) -> float:
-        """Mean reward of those steps."""
+        """Return the mean reward of `steps`."""
         by_step = {line["step"]: line["reward_mean"] for line in self.steps}
         return round(fmean([by_step[step] for step in sorted(by_step)][steps]), 3)
 
 
 @dataclass(frozen=True)
 class Away:
-    """How often processes of a role were killed, and for how many seconds they were away."""
+    """How often the processes of a role were killed, and for how many seconds they were down."""
 
     kills: int
     median_seconds: float
@@ -240,14 +238,14 @@ class Away:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to under kills. Rewards are means of ENDS_STEPS steps."""
+    """The result of a run under kills. Rewards are means of ENDS_STEPS steps."""
 
     seed: int
     kills: int
     seconds: float
-    """Of the whole run."""
+    """Duration of the whole run."""
     killing_seconds: float
-    """From the first kill to the last."""
+    """Time from the first kill until all processes served again after the last kill."""
     steps: int
     steps_while_killing: int
     steps_made_again: int
@@ -259,11 +257,11 @@ class Result:
     reward_first: float
     reward_last: float
     away: Mapping[str, Away]
-    """By role."""
+    """Kills and downtime by role."""
 
     @staticmethod
     def of(killer: Killer, remains: Remains, *, seed: int, seconds: float) -> "Result":
-        """The result of a run, which took `seconds`."""
+        """Return the result of a run that took `seconds`."""
         return Result(
             seed=seed,
             kills=len(killer.kills),
@@ -283,7 +281,7 @@ class Result:
         )
 
     def table(self) -> str:
-        """For people."""
+        """Return the result as text for people."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items()) or "0"
         return "\n".join(
             [
@@ -301,12 +299,12 @@ class Result:
         )
 
     def json(self) -> str:
-        """For machines."""
+        """Return the result as JSON."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def away_by_role(kills: Sequence[Kill]) -> dict[str, Away]:
-    """How long what was killed was away, where it came back."""
+    """Return the kills and the downtime of each role. Counts the time only if the process served again."""
     away = {}
     for role in {kill.role for kill in kills}:
         seconds = [kill.back_seconds or 0.0 for kill in kills if kill.role == role]
@@ -316,7 +314,7 @@ def away_by_role(kills: Sequence[Kill]) -> dict[str, Away]:
 
 
 async def examine(folder: Path, steps: int) -> Remains:
-    """What the run in `folder` has left, which is to have made `steps` steps."""
+    """Return the state on disk of the run in `folder`. The run must have made `steps` steps."""
     async with _ledger(folder) as ledger:
         return Remains(
             steps_of(folder),
@@ -331,39 +329,37 @@ async def examine(folder: Path, steps: int) -> Remains:
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
-    """Metrics of training steps in the order in which they were written; of a step made again, more than once."""
+    """Return the metrics of training steps in the order of writing. A repeated step has several entries."""
     if not (folder / "metrics.jsonl").exists():
         return []
     return [line for line in metrics_of(folder) if "reward_mean" in line]
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:
-    """What the run has learned."""
+    """Return the weights of the run's last checkpoint."""
     return load_file(_checkpoints(folder)[-1] / "model.safetensors")
 
 
-async def trained_once_on_each(folder: Path, steps: int) -> dict[str, Tensor]:
-    """The weights that come of training each batch on disk once, in order, in one process that nobody kills."""
+def trained_once_on_each(folder: Path, steps: int) -> dict[str, Tensor]:
+    """Return the weights after training on each batch on disk once, in order, in one process without kills."""
     spec = load_resolved(folder / "experiment.yaml").spec
     torch.set_num_threads(spec.trainer.threads)
     learner = build_learner(spec)
-    async with connect("127.0.0.1:1") as nobody:
-        activity = ActivityTracker(Module(name="trainer"), None)
-        processor = AlgorithmProcessor(spec.algorithm, nobody, spec.model.tag, activity, folder)
-        for batch in batches_of(folder)[:steps]:
-            learner.train(decode_train_batch(processor.fit(batch).tensors))
+    processor = build_processor(spec.algorithm, folder, learner.forward, learner.forward)
+    for batch in batches_of(folder)[:steps]:
+        learner.train(TrainBatch.pack(processor.fit(decode_batch(batch)).sequences))
     return dict(iter_weights(learner.model))
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     names = [path.name.removeprefix("global_step_") for path in (folder / "checkpoints").glob("global_step_*")]
-    steps = sorted(int(name) for name in names if name.isdigit())  # without those that were put aside
+    steps = sorted(int(name) for name in names if name.isdigit())  # checkpoints that were put aside have other names
     return [folder / "checkpoints" / f"global_step_{step}" for step in steps]
 
 
 @contextlib.asynccontextmanager
 async def _ledger(folder: Path) -> AsyncIterator[Ledger]:
-    """The ledger in a copy of the files of the run's private Redis."""
+    """Open the ledger on a copy of the files of the run's private Redis."""
     experiment = load_resolved(folder / "experiment.yaml")
     rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train)
     with running_redis(folder / "redis") as url:

@@ -1,4 +1,4 @@
-"""A real cluster, that of KUBECONFIG, as its user has it: kubectl, Helm, and waiting for facts."""
+"""Access to the cluster of KUBECONFIG with the tools of a user: kubectl and Helm. Waits for conditions."""
 
 import json
 import os
@@ -22,11 +22,11 @@ RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
 
 class CommandError(Exception):
-    """kubectl or Helm said no; the message is theirs."""
+    """A command failed. The message contains its output."""
 
 
 def missing() -> str:
-    """Why no cluster can be used; "" when one can."""
+    """Return the reason why no cluster can be used; "" if one can be used."""
     if not os.environ.get("KUBECONFIG"):
         return "needs a cluster: KUBECONFIG is not set"
     if not shutil.which("kubectl") or not helms():
@@ -35,7 +35,7 @@ def missing() -> str:
 
 
 def command(*arguments: str, text: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
-    """Run a program; gives what it prints. Raises CommandError."""
+    """Run a program; returns its output. Raises CommandError."""
     done = subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode:
         raise CommandError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}".strip())
@@ -43,7 +43,10 @@ def command(*arguments: str, text: str | None = None, seconds: float = COMMAND_S
 
 
 def eventually(fact: Callable[[], FactT], what: str, seconds: float = 120.0) -> FactT:
-    """Ask again until the answer is neither empty nor an error; gives it. Raises TimeoutError that says what it was."""
+    """Call `fact` until its result is neither empty nor a CommandError, and return the result.
+
+    Raises TimeoutError, with the last error, if that takes longer than `seconds`.
+    """
     deadline, newest = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:
         try:
@@ -56,28 +59,28 @@ def eventually(fact: Callable[[], FactT], what: str, seconds: float = 120.0) -> 
 
 
 class Namespace:
-    """One namespace, and what is asked of it."""
+    """A namespace of the cluster."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def kubectl(self, *arguments: str, text: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
-        """Run kubectl here."""
+        """Run kubectl in this namespace."""
         return command("kubectl", "--namespace", self.name, *arguments, text=text, seconds=seconds)
 
     def get(self, kind: str, name: str) -> Object:
-        """One object. Raises CommandError when there is none."""
+        """Return one object. Raises CommandError if it does not exist."""
         found: Object = json.loads(self.kubectl("get", kind, name, "--output", "json"))
         return found
 
     def list(self, kinds: str, selector: str = "") -> Sequence[Object]:
-        """Objects of these kinds."""
+        """Return the objects of these kinds."""
         chosen = ["--selector", selector] if selector else []
         items: list[Object] = json.loads(self.kubectl("get", kinds, *chosen, "--output", "json"))["items"]
         return items
 
     def pods(self, selector: str) -> Sequence[Object]:
-        """Pods that are not on their way out."""
+        """Return the pods that are not being deleted."""
         return [pod for pod in self.list("pods", selector) if "deletionTimestamp" not in pod["metadata"]]
 
     def apply(self, item: Object | str) -> None:
@@ -102,7 +105,7 @@ class Namespace:
         command(helms()[0], "--namespace", self.name, *arguments, seconds=INSTALL_SECONDS + 60)
 
     def diagnosis(self) -> str:
-        """What a person would look at first when something is wrong."""
+        """Return the objects, events and logs that help to find the cause of a failure."""
         asked = [
             ["get", "experiments,pods,jobs,statefulsets,pvc", "--output", "wide"],
             ["get", "events", "--sort-by", ".lastTimestamp"],
@@ -120,19 +123,19 @@ class Namespace:
 
 
 def condition(experiment: Object, kind: str) -> Object:
-    """A condition of an experiment; {} when it has none of that type."""
+    """Return the condition of type `kind`; {} if the experiment does not have it."""
     found = experiment.get("status", {}).get("conditions", [])
     return next((each for each in found if each["type"] == kind), {})
 
 
 def is_true(experiment: Object, kind: str) -> bool:
-    """Whether a condition holds."""
+    """Return whether the condition of type `kind` is True."""
     return condition(experiment, kind).get("status") == "True"
 
 
 @contextmanager
 def fresh_namespace(*labels: str) -> Iterator[Namespace]:
-    """A namespace that is gone afterwards, with all that is in it."""
+    """Create a namespace. It is deleted afterwards, with everything in it."""
     namespace = Namespace(f"nexrl-test-{uuid.uuid4().hex[:8]}")
     command("kubectl", "create", "namespace", namespace.name)
     if labels:

@@ -1,47 +1,49 @@
-"""What the controller's tests share: a clock, an experiment, a running controller, and the services that it calls."""
+"""Code that the controller's tests share: an experiment, a running controller, and fakes of the services it calls."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from nexrl.errors import NotFoundError
+from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.spec import Experiment
+from nexrl.store import Redis
+from nexrl.v1 import activity_service_pb2 as activity_pb
+from nexrl.v1 import controller_service_pb2 as controller_pb
 from nexrl.v1 import validator_service_pb2 as validator_pb
 from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
+from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub, add_ActivityServiceServicer_to_server
+from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub, add_ControllerServiceServicer_to_server
 from nexrl.v1.policy_pb2 import Replica
+from nexrl_controller.controller import Controller
+from nexrl_controller.logging_backends import open_backends
+from nexrl_controller.service import ActivityServicer, ControllerServicer
 from nexrl_controller.state import Rules, State
+from nexrl_controller.state_store import StateStore
+from tests.support.clock import Clock
 
-if TYPE_CHECKING:  # the generated classes are abstract to type checkers only; a fake has the methods that are called
+if TYPE_CHECKING:  # to type checkers the generated classes are abstract; a fake has only the methods it needs
     from builtins import object as ValidatorServiceServicer  # noqa: N812
     from builtins import object as WeightSyncServiceServicer  # noqa: N812
+
+    from nexrl.v1.activity_service_pb2_grpc import ActivityServiceAsyncStub
+    from nexrl.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
 else:
     from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceServicer
     from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceServicer
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class Clock:
-    """Unix seconds that pass only when told."""
-
-    def __init__(self, now: float = 1_000_000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
-        self.now += seconds
+CALL_SECONDS = 10.0
 
 
 def experiment(name: str = "test", **spec: object) -> Experiment:
-    """A small experiment of four steps; `spec` replaces whole sections, in the spelling of a file."""
+    """Return a small experiment of four steps. `spec` replaces whole sections; their names are those of the file."""
     sections: dict[str, object] = {
         "model": {"scratch": {"alphabet": "0123456789"}},
         "data": {"type": "mock"},
@@ -61,18 +63,21 @@ def experiment(name: str = "test", **spec: object) -> Experiment:
 
 
 def rules(**spec: object) -> Rules:
-    """The rules of that experiment."""
+    """Return the rules of the experiment that `experiment` builds from this spec."""
     return Rules.of(experiment("test", **spec).spec)
 
 
 def new_state() -> State:
-    """The state of an experiment that was just accepted."""
+    """Return the state of a new experiment."""
     return State(start_unix_seconds=1_000_000.0)
 
 
 @asynccontextmanager
 async def served(*services: tuple[Any, object]) -> AsyncIterator[str]:
-    """The address of a real server of `services`: pairs of a generated add_..._to_server and a servicer."""
+    """Run a real gRPC server and yield its address.
+
+    `services` are pairs of a generated function add_..._to_server and a servicer.
+    """
     server = grpc.aio.server(interceptors=[EdgeInterceptor()])
     for register, servicer in services:
         register(servicer, server)
@@ -84,8 +89,74 @@ async def served(*services: tuple[Any, object]) -> AsyncIterator[str]:
         await server.stop(0)
 
 
+class Deployed:
+    """A running controller and its stubs."""
+
+    def __init__(self, controller: Controller, channel: grpc.aio.Channel) -> None:
+        self.controller = controller
+        self.channel = channel
+        self.lifecycle: ControllerServiceAsyncStub = ControllerServiceStub(channel)
+        self.activity: ActivityServiceAsyncStub = ActivityServiceStub(channel)
+
+    async def experiment(self) -> controller_pb.Experiment:
+        """Return the experiment that the controller reports."""
+        request = controller_pb.GetExperimentRequest()
+        return (await call(self.lifecycle.GetExperiment, request, timeout_seconds=CALL_SECONDS)).experiment
+
+    async def post(self, step: int, request_id: str = "", **metrics: float) -> None:
+        """Post metrics. `__` in a name stands for `/`."""
+        request = activity_pb.PostMetricsRequest(
+            request_id=request_id or new_request_id(),
+            step=step,
+            metrics={k.replace("__", "/"): v for k, v in metrics.items()},
+        )
+        await call(self.activity.PostMetrics, request, timeout_seconds=CALL_SECONDS)
+
+    async def heartbeat(self, name: str, role: str = "", work: Sequence[activity_pb.Work] = ()) -> float:
+        """Send a module's heartbeat. Returns the interval that the controller wants."""
+        module = activity_pb.Module(name=name, role=role or name, work=work, address="127.0.0.1:1")
+        request = activity_pb.HeartbeatRequest(module=module)
+        return (await call(self.activity.Heartbeat, request, timeout_seconds=CALL_SECONDS)).interval_seconds
+
+    async def report_exit(
+        self, component: str, exit_code: int, request_id: str = ""
+    ) -> controller_pb.ReportExitResponse:
+        """Report the end of a component's process."""
+        request = controller_pb.ReportExitRequest(
+            request_id=request_id or new_request_id(), component=component, exit_code=exit_code, log_tail="last line"
+        )
+        return await call(self.lifecycle.ReportExit, request, timeout_seconds=CALL_SECONDS)
+
+    async def seen(self) -> activity_pb.GetActivityResponse:
+        """Return the response of GetActivity."""
+        request = activity_pb.GetActivityRequest()
+        return await call(self.activity.GetActivity, request, timeout_seconds=CALL_SECONDS)
+
+
+class Deploy:
+    """Starts controllers of one experiment, which share its keys in Redis."""
+
+    def __init__(self, redis: Redis, name: str, run_dir: Path, clock: Clock, stack: AsyncExitStack) -> None:
+        self._redis, self._name, self._run_dir, self._clock, self._stack = redis, name, run_dir, clock, stack
+
+    async def __call__(self, **spec: object) -> Deployed:
+        """Start a controller of the experiment that `experiment` builds from `spec`."""
+        settings = experiment(self._name, **spec)
+        store = StateStore(self._redis, self._name)
+        controller = Controller(settings, store, open_backends(settings, self._run_dir), self._clock)
+        self._stack.push_async_callback(controller.close)
+        await controller.start()
+        address = await self._stack.enter_async_context(
+            served(
+                (add_ControllerServiceServicer_to_server, ControllerServicer(controller)),
+                (add_ActivityServiceServicer_to_server, ActivityServicer(controller)),
+            )
+        )
+        return Deployed(controller, await self._stack.enter_async_context(connect(address)))
+
+
 class FakeWeightSync(WeightSyncServiceServicer):
-    """Holds the given versions for validation, one after the other, each until EndValidationHold."""
+    """Holds each of the given versions for validation until EndValidationHold."""
 
     def __init__(self, versions: Sequence[int], committed_version: int = -1) -> None:
         self.waiting = list(versions)
@@ -103,7 +174,7 @@ class FakeWeightSync(WeightSyncServiceServicer):
         self, request: weight_sync_pb.WaitForValidationRequest, context: Context
     ) -> weight_sync_pb.WaitForValidationResponse:
         if not self.waiting:
-            await asyncio.Event().wait()  # nothing will ever be due again
+            await asyncio.Event().wait()  # no version is due any more, so this call never returns
         return weight_sync_pb.WaitForValidationResponse(waiting=True, policy_version=self.waiting[0])
 
     async def EndValidationHold(
@@ -123,8 +194,11 @@ class FakeWeightSync(WeightSyncServiceServicer):
 
 
 class FakeValidator(ValidatorServiceServicer):
-    """Measures a version at once; never ends when `is_stuck`; refuses when `refusal` is given; forgets the first round
-    if it `forgets`. Keeps the calls."""
+    """Records its calls, and completes a validation at once.
+
+    With `is_stuck`, it never completes one. It raises `refusal` if that is set. With `forgets`, it loses the first
+    validation.
+    """
 
     def __init__(self, *, is_stuck: bool = False, refusal: Exception | None = None, forgets: bool = False) -> None:
         self.calls: list[str] = []

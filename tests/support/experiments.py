@@ -1,4 +1,4 @@
-"""Experiments on a cluster: applied, followed, and judged by their status."""
+"""Experiments on a cluster: apply them, follow them, and check their status."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -27,7 +27,7 @@ def slow(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str, 
 
 
 def sort_digits(name: str, **changes: Any) -> Object:
-    """The example under another name; `changes` by path, as trainer__steps=60."""
+    """Return the example under another name. `changes` are fields of the spec by path: trainer__steps=60."""
     item: Object = yaml.safe_load(SORT_DIGITS.read_text())
     item["metadata"]["name"] = name
     for path, value in changes.items():
@@ -40,7 +40,7 @@ def sort_digits(name: str, **changes: Any) -> Object:
 
 
 def slow(name: str, **changes: Any) -> Object:
-    """The example with small batches and a reward that takes its time: other tests want the processors, too."""
+    """Return the example with small batches and a slow reward. It leaves CPU time for other tests."""
     item = sort_digits(
         name,
         rollout__reward="sort_digits:slow",
@@ -61,45 +61,45 @@ class Running:
         self.name = name
 
     def get(self) -> Object:
-        """As it is now."""
+        """Return the current object."""
         return self.namespace.get("experiment", self.name)
 
     @property
     def step(self) -> int:
-        """Optimizer steps made, as far as the status knows."""
+        """The number of optimizer steps in the status."""
         return int(self.get().get("status", {}).get("progress", {}).get("step", 0))
 
     def pods(self, component: str = "") -> dict[str, str]:
-        """Names, by uid, of its pods that are not on their way out."""
+        """Return the names, by UID, of the experiment's pods that are not being deleted."""
         chosen = f"nexrl.dev/experiment={self.name}"
         chosen += f",app.kubernetes.io/component={component}" if component else ""
         pods = [pod["metadata"] for pod in self.namespace.pods(chosen) if pod["status"]["phase"] in _LIVING]
         return {pod["uid"]: pod["name"] for pod in pods}
 
     def ready(self, component: str) -> int:
-        """Pods of a component that are ready, as the status has them."""
+        """Return the number of ready pods of a component in the status."""
         components: list[Object] = self.get().get("status", {}).get("components", [])
         return next((int(item["ready"]) for item in components if item["name"] == component), 0)
 
     def has_other_pods(self, component: str, than: Collection[str]) -> bool:
-        """Whether a component has pods again, all ready, and none of those uids."""
+        """Return whether a component has new pods: all are ready, and no UID is in `than`."""
         found = self.pods(component)
         return bool(found) and not found.keys() & set(than) and self.ready(component) == len(found)
 
     def until_it_goes_on(self, seconds: float = 300.0) -> None:
-        """Wait until more steps were made than now."""
+        """Wait until the experiment has made one more step."""
         self.until_step(self.step + 1, seconds)
 
     def count(self) -> None:
-        """Have the ledger counted while it trains, as people do. Raises CommandError when it does not balance."""
+        """Run `nexrl audit` during training. Raises CommandError if the ledger does not balance."""
         command(NEXRL, "audit", self.name, "--namespace", self.namespace.name)
 
     def until_step(self, step: int, seconds: float = 300.0) -> None:
-        """Wait until that many steps were made."""
+        """Wait until the experiment has made `step` steps."""
         self._until(lambda: self.step >= step, f"step {step}", seconds)
 
     def until(self, condition: str, seconds: float = RUN_SECONDS) -> Object:
-        """Wait until a condition holds; gives the experiment. Raises AssertionError when it fails instead."""
+        """Wait until a condition holds, and return the experiment. Raises AssertionError if the experiment fails."""
         self._until(lambda: is_true(self.get(), condition) or is_true(self.get(), "Failed"), condition, seconds)
         found = self.get()
         assert is_true(found, condition), self.namespace.diagnosis()
@@ -114,7 +114,7 @@ class Running:
 
 @contextmanager
 def applied(namespace: Namespace, item: Object) -> Iterator[Running]:
-    """Applied, and deleted afterwards, with all that it owns."""
+    """Apply an experiment. Afterwards delete it, and wait until its objects are gone."""
     name = item["metadata"]["name"]
     namespace.apply(item)
     running = Running(namespace, name)
@@ -127,7 +127,7 @@ def applied(namespace: Namespace, item: Object) -> Iterator[Running]:
 
 
 def assert_balanced(experiment: Object) -> None:
-    """Every sample is accounted for, once."""
+    """Assert that every granted sample was trained or dropped, exactly once."""
     audit = experiment["status"]["audit"]
     assert audit["findings"] == 0
     assert audit["inFlight"] == 0

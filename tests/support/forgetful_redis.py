@@ -1,4 +1,4 @@
-"""A redis-server that can be made to lose its last writes, as one may that is killed or fails over to a replica."""
+"""A redis-server that a test can make lose its last writes. A real server may lose them at a kill or a failover."""
 
 import shutil
 from collections.abc import Iterator
@@ -12,19 +12,19 @@ class ForgetfulRedis:
     """The server; see `forgetful_redis`."""
 
     def __init__(self, program: Program, files: Path) -> None:
-        # Each write is on disk before it is answered, so that `remember` misses none.
+        # Redis writes to disk before it answers, so that `remember` copies every acknowledged write.
         self._server = Server(program, files, "--appendonly", "yes", "--appendfsync", "always")
         self._kept = files.with_name("kept")
         self.url = self._server.url
         self._server.start()
 
     def remember(self) -> None:
-        """What `forget` goes back to: all that was written until now."""
+        """Copy the server's files. `forget` returns to this state."""
         shutil.rmtree(self._kept, ignore_errors=True)
         shutil.copytree(self._server.folder, self._kept, ignore=shutil.ignore_patterns("*.sock"))
 
     def forget(self) -> None:
-        """SIGKILL, and a start without what was written since `remember`; with nothing when that was never called."""
+        """Kill the server, and restart it in the state of the last `remember`; empty if `remember` was never called."""
         self.kill()
         shutil.rmtree(self._server.folder)
         if self._kept.exists():
@@ -32,13 +32,13 @@ class ForgetfulRedis:
         self._server.start()
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kill the server with SIGKILL, and wait until it has ended."""
         self._server.end()
 
 
 @contextmanager
 def forgetful_redis() -> Iterator[ForgetfulRedis]:
-    """A fresh server that ends with the block."""
+    """Run an empty server until the block ends."""
     program = find_program("redis-6.2")
     assert program is not None
     with folder() as path:

@@ -1,4 +1,4 @@
-"""One of two trainer ranks that gather what FSDP2 has sharded over them, as a process that does what it is sent."""
+"""A process that is one of two trainer ranks. It gathers tensors that FSDP2 has sharded over both ranks, on request."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ class LlamaCase:
     data_type: str = "float32"
 
     def module(self) -> LlamaForCausalLM:
-        """The same weights in every process."""
+        """Return the module. Its weights are the same in every process."""
         torch.manual_seed(self.heads + self.layers)
         config = LlamaConfig(
             vocab_size=self.vocabulary,
@@ -51,11 +51,11 @@ class LlamaCase:
         return module
 
     def whole(self) -> dict[str, Tensor]:
-        """Its weights."""
+        """Return the weights."""
         return dict(iter_weights(self.module()))
 
     def sharded(self) -> dict[str, Tensor]:
-        """Its weights, each layer sharded for itself and the rest together, as a trainer does it."""
+        """Return the weights, sharded as in a trainer: each layer separately, and all other weights together."""
         module = self.module()
         for layer in module.model.layers:
             fully_shard(layer)
@@ -65,18 +65,18 @@ class LlamaCase:
 
 @dataclass(frozen=True)
 class TensorsCase:
-    """Tensors of any shape, of which those in `plain` are not sharded."""
+    """Tensors of any shape. The tensors whose index is in `plain` are not sharded."""
 
     shapes: tuple[tuple[int, ...], ...]
     plain: frozenset[int]
 
     def whole(self) -> dict[str, Tensor]:
-        """The tensors."""
+        """Return the tensors."""
         generator = torch.Generator().manual_seed(len(self.shapes))
         return {f"t{index}": torch.randn(shape, generator=generator) for index, shape in enumerate(self.shapes)}
 
     def sharded(self) -> dict[str, Tensor]:
-        """The tensors, as FSDP2 shards them."""
+        """Return the tensors, sharded by FSDP2."""
         tensors = self.whole()
         module = nn.ParameterDict({name: t for name, t in tensors.items() if int(name[1:]) not in self.plain})
         if module:
@@ -86,7 +86,7 @@ class TensorsCase:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What one rank had: its buckets, the shards' sizes in bytes, and the most bytes of new tensors alive at once."""
+    """The result of one rank: its buckets, the sizes of its shards in bytes, and the peak bytes of new tensors."""
 
     buffers: list[bytes | None]
     shard_bytes: Mapping[str, int]
@@ -94,7 +94,7 @@ class Gathered:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made within it, until they are freed; `peak` is the most there were."""
+    """Counts the bytes of the tensors that are created in this context and not freed. `peak` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,13 +125,13 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: object) -> list[UntypedStorage]:
-    # Tensors of a class of their own, as DTensor, only wrap others.
+    # Tensors of other classes, such as DTensor, only wrap these.
     tensors = [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
     return [tensor.untyped_storage() for tensor in tensors if tensor.nbytes]
 
 
 def gather(case: LlamaCase | TensorsCase, bucket_bytes: int) -> Gathered:
-    """Gather the case's tensors; what rank 0 gets is copied, as if it were sent."""
+    """Gather the case's tensors. Rank 0 copies each bucket, in place of sending it."""
     tensors = case.sharded()
     layout = layout_of(tensors.items(), policy_version=0, bucket_bytes=bucket_bytes)
     sent: list[bytes | None] = []
@@ -144,7 +144,7 @@ def gather(case: LlamaCase | TensorsCase, bucket_bytes: int) -> Gathered:
 
 
 def main(rank: int, rendezvous_file: str, connection: Connection) -> None:
-    """Entry point: answers each (case, bucket_bytes) until the other end is closed."""
+    """Entry point. Answers each (case, bucket_bytes) until the other end of the connection is closed."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -1,41 +1,46 @@
-"""Writes docs/reference/developer-guide.md: each promise of the guide, where it lives here, the tests that prove it.
+"""Writes docs/reference/developer-guide.md: each promise of the guide, where it lives, and the tests that prove it.
 
-Rows come from developer-guide.yaml beside the page, tests from `@pytest.mark.guide("H7")` markers (on a test, a class,
-or a module's `pytestmark`), which are read from the source: the page is made without running or importing a test.
+Rows come from developer-guide.yaml beside the page, tests from `@pytest.mark.guide("H7")` marks (on a test, a class,
+or a module's `pytestmark`), mutations from tests/mutations/rows. All are read from source; no test runs.
 
     python -m tests.support.guide            write the page
     python -m tests.support.guide --check    fail when it is not up to date
 """
 
 import argparse
-import ast
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.mutations.features import load_features, resolve
+from tests.support.marks import ROOT, TESTS, find_tests
+
 ROWS = ROOT / "docs/reference/developer-guide.yaml"
 PAGE = ROOT / "docs/reference/developer-guide.md"
-TESTS = ROOT / "tests"
-STATES = ("done", "untested", "by design", "open")
+STATES = ("done", "not yet proven by a mutation", "untested", "by design", "open")
 
 _PREAMBLE = """# The developer guide, row by row
 
 What each component must offer, where it lives here, and the tests that prove it. Written by `make guide` from
-[developer-guide.yaml](developer-guide.yaml) and the `guide` markers of the tests; do not edit.
+[developer-guide.yaml](developer-guide.yaml), the `guide` marks of the tests, and the mutations in
+`tests/mutations/rows`; do not edit.
 
-**done**: it is here, and a test proves it. **untested**: it is here; no test is marked with the row yet.
-**by design**: done in another way, which the page names, and no test is marked with it. **open**: still to be built.
+- **done**: it is here, and a test fails when the feature is taken out of the code. That test is in bold;
+  `make guide-mutants` takes the feature out and runs it.
+- **not yet proven by a mutation**: it is here, and a test is marked with the row. Nothing shows yet that the test
+  would fail without the feature.
+- **untested**: it is here; no test is marked with the row.
+- **by design**: done in another way, which the page names; no test is marked with the row.
+- **open**: all or part of it is missing; the page says what.
 """
 
 
 @dataclass(frozen=True)
 class Row:
-    """One promise. `where` is empty while nothing here keeps it."""
+    """One promise. `where` begins with "open:" while all or part of it is missing."""
 
     row_id: str
     section: str
@@ -48,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write docs/reference/developer-guide.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is not up to date")
     is_check = parser.parse_args().check
-    page = render(load_rows(), find_tests(TESTS))
+    page = render(load_rows(), find_tests(TESTS), proving_tests())
     if not is_check:
         PAGE.write_text(page)
     elif not PAGE.exists() or PAGE.read_text() != page:
@@ -65,80 +70,54 @@ def load_rows() -> list[Row]:
     ]
 
 
-def find_tests(folder: Path) -> dict[str, list[str]]:
-    """Tests by row, as `path::Class::name` relative to the repository, sorted."""
-    tests: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(folder.rglob("test_*.py")):
-        module = ast.parse(path.read_text())
-        for name, row_ids in _marked(module.body, _module_marks(module)):
-            for row_id in row_ids:
-                tests[row_id].append(f"{path.relative_to(ROOT)}::{name}")
+def proving_tests() -> dict[str, set[str]]:
+    """By row, the tests that must fail when the feature of the row is taken out."""
+    tests: dict[str, set[str]] = defaultdict(set)
+    features = load_features()
+    for feature, mutation in zip(features, resolve(features, find_tests(TESTS)), strict=True):
+        for row_id in feature.rows:
+            tests[row_id].add(mutation.test.partition("[")[0])
     return dict(tests)
 
 
-def render(rows: Sequence[Row], tests: Mapping[str, Sequence[str]]) -> str:
-    """The page. Raises ValueError for a marker that names no row."""
+def render(rows: Sequence[Row], tests: Mapping[str, Sequence[str]], proving: Mapping[str, Set[str]]) -> str:
+    """The page. Raises ValueError for a mark that names no row."""
     unknown = set(tests) - {row.row_id for row in rows}
     if unknown:
-        raise ValueError(f"markers name rows that do not exist: {', '.join(sorted(unknown))}")
-    lines = [_PREAMBLE, *_summary(rows, tests)]
+        raise ValueError(f"marks name rows that do not exist: {', '.join(sorted(unknown))}")
+    states = {row.row_id: _state(row, tests.get(row.row_id, ()), row.row_id in proving) for row in rows}
+    lines = [_PREAMBLE, *_summary(states)]
     for section in dict.fromkeys(row.section for row in rows):
         lines += ["", f"## {section}", "", "| row | item | here | proved by | state |", "|---|---|---|---|---|"]
-        lines += [_line(row, tests.get(row.row_id, [])) for row in rows if row.section == section]
+        for row in rows:
+            if row.section == section:
+                proofs = _proofs(tests.get(row.row_id, ()), proving.get(row.row_id, frozenset()))
+                lines.append(f"| {row.row_id} | {row.item} | {row.where} | {proofs} | {states[row.row_id]} |")
     return "\n".join(lines) + "\n"
 
 
-def _summary(rows: Sequence[Row], tests: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    states = [_state(row, tests.get(row.row_id, [])) for row in rows]
-    yield f"Of {len(rows)} rows: " + ", ".join(f"{states.count(state)} {state}" for state in STATES)
-    open_rows = [row.row_id for row, state in zip(rows, states, strict=True) if state == "open"]
+def _summary(states: Mapping[str, str]) -> Iterator[str]:
+    counts = Counter(states.values())
+    yield f"Of {len(states)} rows: " + "; ".join(f"{counts[state]} {state}" for state in STATES)
+    open_rows = [row_id for row_id, state in states.items() if state == "open"]
     yield f"\nOpen: {', '.join(open_rows) or 'none'}"
 
 
-def _state(row: Row, tests: Sequence[str]) -> str:
-    if not row.where:
+def _state(row: Row, tests: Sequence[str], is_proven: bool) -> str:
+    if row.where.startswith("open:"):
         return "open"
     if tests:
-        return "done"
+        return "done" if is_proven else "not yet proven by a mutation"
     return "by design" if row.where.startswith("by design") else "untested"
 
 
-def _line(row: Row, tests: Sequence[str]) -> str:
-    proofs = "<br>".join(f"[{test.rpartition('::')[2]}](../../{test.partition('::')[0]})" for test in tests)
-    return f"| {row.row_id} | {row.item} | {row.where} | {proofs} | {_state(row, tests)} |"
-
-
-def _module_marks(module: ast.Module) -> list[str]:
-    assigned = [
-        node.value
-        for node in module.body
-        if isinstance(node, ast.Assign) and any(ast.unparse(target) == "pytestmark" for target in node.targets)
-    ]
-    return [row_id for value in assigned for row_id in _rows_in(value)]
-
-
-def _marked(
-    body: Sequence[ast.stmt], inherited: Sequence[str], prefix: str = ""
-) -> Iterator[tuple[str, Sequence[str]]]:
-    """Tests of a module or class with the rows of their markers, those of what encloses them included."""
-    for node in body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        row_ids = [*inherited, *(row_id for decorator in node.decorator_list for row_id in _rows_in(decorator))]
-        if isinstance(node, ast.ClassDef):
-            yield from _marked(node.body, row_ids, f"{prefix}{node.name}::")
-        elif node.name.startswith("test_") and row_ids:
-            yield f"{prefix}{node.name}", row_ids
-
-
-def _rows_in(marks: ast.expr) -> list[str]:
-    """Arguments of every `pytest.mark.guide(...)` in an expression."""
-    return [
-        str(ast.literal_eval(argument))
-        for node in ast.walk(marks)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.guide"
-        for argument in node.args
-    ]
+def _proofs(tests: Sequence[str], proving: Set[str]) -> str:
+    links = []
+    for test in tests:
+        path, _, name = test.partition("::")
+        link = f"[{name.rpartition('::')[2]}](../../{path})"
+        links.append(f"**{link}**" if test in proving else link)
+    return "<br>".join(links)
 
 
 if __name__ == "__main__":

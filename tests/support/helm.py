@@ -1,4 +1,4 @@
-"""The chart, rendered: HELM or `helm` on the PATH, and `helm3` where it is there."""
+"""Renders the chart with HELM or the `helm` on the PATH, and with `helm3` if it is installed."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import yaml
 
 CHART = Path(__file__).parents[2] / "deploy/helm"
 KUBERNETES = "1.36.0"
-"""Rendered for: the Helm of some distributions takes itself for an old cluster."""
+"""The Kubernetes version to render for. Without it, the Helm of some distributions assumes an old cluster."""
 HELM_SECONDS = 60.0
 
 Object = dict[str, Any]
@@ -53,25 +53,25 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 
 
 def helms() -> list[str]:
-    """Each Helm at hand: 3 and 4, if there are two."""
+    """Return the programs of all installed Helm versions: one, or Helm 3 and Helm 4."""
     names = [os.environ.get("HELM", "helm"), "helm3"]
     return [name for name in dict.fromkeys(names) if shutil.which(name)]
 
 
 def helm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Helm to its end."""
+    """Run Helm and wait until it ends."""
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=HELM_SECONDS, check=False)
 
 
 def rendering(program: str, values: Sequence[str], release: str = "trial") -> subprocess.CompletedProcess[str]:
-    """`helm template` with these values."""
+    """Run `helm template` with these values."""
     given = [part for value in values for part in ("--set", value)]
     return helm(program, "template", release, str(CHART), "--namespace", "rl", "--kube-version", KUBERNETES, *given)
 
 
 @cache
 def objects(values: tuple[str, ...], release: str = "trial") -> tuple[Object, ...]:
-    """What the chart makes of these values. Raises what Helm says when it refuses."""
+    """Return the objects that the chart renders from these values. Raises ValueError with Helm's output if it fails."""
     done = rendering(helms()[0], values, release)
     if done.returncode:
         raise ValueError(done.stderr)
@@ -79,12 +79,12 @@ def objects(values: tuple[str, ...], release: str = "trial") -> tuple[Object, ..
 
 
 def of_kind(found: Sequence[Object], *kinds: str) -> list[Object]:
-    """Those of these kinds."""
+    """Return the objects of these kinds."""
     return [item for item in found if item["kind"] in kinds]
 
 
 def pod_specs(found: Sequence[Object]) -> dict[str, Object]:
-    """The spec of every pod, by kind and name of what makes it."""
+    """Return the spec of every pod, by kind and name of the object that creates the pod."""
     specs = {}
     for item in found:
         if item["kind"] == "Pod":
@@ -95,5 +95,5 @@ def pod_specs(found: Sequence[Object]) -> dict[str, Object]:
 
 
 def containers(spec: Object) -> list[Object]:
-    """All containers of a pod."""
+    """Return all containers of a pod, init containers first."""
     return [*spec.get("initContainers", []), *spec["containers"]]

@@ -1,4 +1,4 @@
-"""What a bare API server lacks, played by the test: controllers and kubelet, and an experiment's own controller."""
+"""Fakes for a bare API server: Kubernetes' controllers and kubelet. Also runs the controllers of experiments."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ from nexrl.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_t
 from nexrl.v1.trajectory_pool_service_pb2_grpc import add_TrajectoryPoolServiceServicer_to_server
 from nexrl_controller.activity import Module
 from nexrl_controller.controller import Controller
-from nexrl_controller.operator.settings import OperatorSettings
-from nexrl_controller.operator.work_queue import Key
 from nexrl_controller.service import ActivityServicer, ControllerServicer
 from nexrl_controller.state import State
+from nexrl_operator.settings import OperatorSettings
+from nexrl_operator.work_queue import Key
 
-if TYPE_CHECKING:  # the generated class is abstract to type checkers only; a fake has the methods that are called
+if TYPE_CHECKING:  # to type checkers the generated class is abstract; a fake has only the methods it needs
     from builtins import object as TrajectoryPoolServiceServicer  # noqa: N812
 else:
     from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceServicer
@@ -34,14 +34,14 @@ PLAY_SECONDS = 0.1
 
 
 def operator_settings(**values: Any) -> OperatorSettings:
-    """Settings of an operator that nothing but the test's API server needs."""
+    """Return an operator's settings for tests. `values` replaces some of them."""
     images = {f"image_{name}": f"test/{name}:1" for name in ("control", "rollout", "trainer", "inference", "vllm")}
     known: Object = {"redis_url": "redis://redis:6379", "pod_name": "operator-0", "release_namespace": "default"}
     return OperatorSettings(**{**images, **known, **values})
 
 
 def experiment_object(name: str, namespace: str = "default", **sections: Any) -> Object:
-    """A small experiment; `sections` replaces sections of its spec."""
+    """Return a small experiment. `sections` replaces sections of its spec."""
     spec = {
         "model": {"scratch": {"alphabet": "0123456789", "maxPositions": 32}},
         "data": {"type": "mock"},
@@ -55,16 +55,16 @@ def experiment_object(name: str, namespace: str = "default", **sections: Any) ->
 
 
 class Kubelet:
-    """Makes the pods that workloads ask for, ready at once, and takes away those of workloads that are gone."""
+    """Creates the pods of workloads, and deletes the pods of deleted workloads. New pods are ready at once."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self._api = api
         self._namespace = namespace
         self.is_ready = True
-        """Whether pods become ready."""
+        """Whether new pods become ready."""
 
     async def play(self) -> None:
-        """For as long as the task lives."""
+        """Create and delete pods until the task is cancelled."""
         while True:
             try:
                 await self._round()
@@ -74,7 +74,7 @@ class Kubelet:
             await asyncio.sleep(PLAY_SECONDS)
 
     async def fail(self, pod_name: str, exit_code: int, message: str = "") -> None:
-        """The container of a Job's pod ends, and so does its Job."""
+        """Make the container of a Job's pod fail, and with it the Job."""
         pod = await self._api.get(POD, self._namespace, pod_name)
         assert pod is not None
         ended = {"exitCode": exit_code, "message": message, "reason": "Error"}
@@ -134,7 +134,7 @@ def _container(name: str) -> Object:
 
 
 class _Memory:
-    """Keeps a state as Redis would."""
+    """Stores the controller's state in memory instead of Redis."""
 
     def __init__(self) -> None:
         self.state: State | None = None
@@ -155,21 +155,21 @@ class _Pool(TrajectoryPoolServiceServicer):
 
 
 class Services:
-    """The real controllers of experiments, in the test's process; `connect` is what an operator reaches them by."""
+    """Real controllers of experiments in the test's process. An operator reaches them through `connect`."""
 
     def __init__(self) -> None:
         self.controllers: dict[Key, Controller] = {}
         self._addresses: dict[Key, str] = {}
 
     def connect(self, key: Key, component: str) -> grpc.aio.Channel:
-        """A channel to the services of an experiment."""
+        """Return a channel to the services of an experiment."""
         return connect(self._addresses[key])
 
     @asynccontextmanager
     async def serving(self, document: Object) -> AsyncIterator[Controller]:
-        """The controller of an experiment, while the block runs."""
+        """Run the controller of an experiment while the block runs."""
         experiment = Experiment.model_validate_json(json.dumps(document))
-        controller = Controller(experiment, _Memory(), [], time.time)  # type: ignore[arg-type]  # what it asks of a store
+        controller = Controller(experiment, _Memory(), [], time.time)  # type: ignore[arg-type]  # it has the methods that Controller calls
         await controller.start()
         for name in ("trainer", "rollout-0", "inference-0", "weight-sync", "trajectory-pool"):
             await controller.heartbeat(Module(name, name.partition("-")[0]), [])

@@ -1,4 +1,4 @@
-"""A stand-in for the API server that judges tokens, and tokens for it."""
+"""A stand-in for the API server that reviews tokens, and tokens that it understands."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ OUR_TOKEN = "our-own-token"
 
 
 def token(audience: str, account: str = "team:worker", *, is_good: bool = True) -> str:
-    """A token in the form of a JSON Web Token; the stand-in believes what it says."""
+    """Return a token in the form of a JSON Web Token. The stand-in does not check its signature."""
     claims = {"aud": [audience], "sub": f"system:serviceaccount:{account}", "good": is_good}
     header, payload = (
         base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in ({"alg": "none"}, claims)
@@ -25,14 +25,14 @@ def token(audience: str, account: str = "team:worker", *, is_good: bool = True) 
 
 
 class TokenReviewer:
-    """Answers TokenReviews as the API server does, and counts them. `status` other than 201: refuses to."""
+    """Answers TokenReviews as the API server does, and counts them. With a `status` other than 201, it refuses them."""
 
     def __init__(self) -> None:
         self.reviews = 0
         self.status = 201
 
     async def review(self, request: web.Request) -> web.Response:
-        """POST /apis/authentication.k8s.io/v1/tokenreviews."""
+        """Handle POST /apis/authentication.k8s.io/v1/tokenreviews."""
         assert request.headers["Authorization"] == f"Bearer {OUR_TOKEN}"
         self.reviews += 1
         spec = (await request.json())["spec"]
@@ -47,7 +47,7 @@ class TokenReviewer:
 
 @asynccontextmanager
 async def token_reviewer(folder: Path) -> AsyncIterator[tuple[TokenReviewer, str]]:
-    """The stand-in, and its port on localhost; `folder` becomes what a pod finds of its ServiceAccount."""
+    """Run the stand-in. Yields it with its port on localhost. Writes a pod's ServiceAccount files to `folder`."""
     authority = Authority()
     tls = authority.write(folder, names=["localhost"])
     (folder / "token").write_text(OUR_TOKEN)

@@ -1,6 +1,6 @@
-"""The trajectory pool as a service in the test, and a client of its four services."""
+"""Runs the trajectory pool as a service in the test. Provides a client of its four services."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,8 @@ import grpc
 
 from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.spec import Experiment
+from nexrl.train_batch import TrainBatch
+from nexrl.train_batch_proto import encode_train_batch
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
@@ -32,20 +34,26 @@ CALL_SECONDS = 20.0
 
 
 def trajectory(reward: float = 1.0, version: int = 0, **metadata: str) -> pb.Trajectory:
-    """Two tokens of context and two that `version` generated."""
+    """Return a trajectory of two context tokens and two tokens that `version` generated."""
     return pb.Trajectory(
         token_ids=[4, 5, 6, 2],
         loss_mask=[False, False, True, True],
         logprobs=[0.0, 0.0, -0.5, -0.25],
         spans=[pb.PolicySpan(start=2, end=4, policy_version=version)],
+        completions=[drawn_span(2, 4)],
         reward=reward,
         reward_components={"exact": float(reward == 1.0)},
         metadata=metadata,
     )
 
 
+def drawn_span(start: int, end: int) -> pb.CompletionSpan:
+    """Return a span of tokens that were sampled with the default parameters."""
+    return pb.CompletionSpan(start=start, end=end, draw=pb.Draw(temperature=1.0, top_p=1.0))
+
+
 def scored(sample: pb.SampleLease, *trajectories: pb.Trajectory) -> pb.SampleResult:
-    """A good result."""
+    """Return a successful result of a sample."""
     return pb.SampleResult(
         sample_id=sample.sample_id,
         attempt=sample.attempt,
@@ -55,12 +63,12 @@ def scored(sample: pb.SampleLease, *trajectories: pb.Trajectory) -> pb.SampleRes
 
 
 def failed(sample: pb.SampleLease, verdict: "pb.Verdict.ValueType" = pb.VERDICT_ENV_ERROR) -> pb.SampleResult:
-    """A failed attempt."""
+    """Return the result of a failed attempt."""
     return pb.SampleResult(sample_id=sample.sample_id, attempt=sample.attempt, verdict=verdict, error="broken")
 
 
 class PoolClient:
-    """The four services at one address."""
+    """A client of the four services at one address."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
@@ -72,7 +80,7 @@ class PoolClient:
     async def lease(
         self, max_samples: int = 64, *, wait_seconds: float = 0, request_id: str = "", tag: str = TAG
     ) -> loader_pb.LeaseTasksResponse:
-        """LeaseTasks."""
+        """Call LeaseTasks."""
         request = loader_pb.LeaseTasksRequest(
             request_id=request_id or new_request_id(),
             model_tag=tag,
@@ -84,7 +92,7 @@ class PoolClient:
     async def put(
         self, results: Sequence[pb.SampleResult], *, request_id: str = "", purpose: int = pb.PURPOSE_TRAINING
     ) -> list[str]:
-        """PutSamples or PutValidationSamples; the names of the outcomes."""
+        """Call PutSamples or PutValidationSamples. Returns the names of the outcomes."""
         request_id = request_id or new_request_id()
         if purpose == pb.PURPOSE_VALIDATION:
             message = validator_pb.PutValidationSamplesRequest(request_id=request_id, model_tag=TAG, results=results)
@@ -95,7 +103,7 @@ class PoolClient:
         return [pb.PutOutcome.Name(outcome).removeprefix("PUT_OUTCOME_") for outcome in outcomes]
 
     async def fill(self, version: int = 0, rewards: Mapping[int, float] | None = None) -> list[str]:
-        """Lease and produce all that the credit allows; sample k of each task gets `rewards[k]`, 1.0 by default."""
+        """Lease and produce all samples that the credit allows. Sample k of each task has reward `rewards[k]`, or 1."""
         filled: list[str] = []
         while leases := (await self.lease()).leases:
             for lease in leases:
@@ -108,16 +116,17 @@ class PoolClient:
     async def lease_batch(
         self, *, wait_seconds: float = 0, batch_size: int = 0, tag: str = TAG, request_id: str = ""
     ) -> pool_pb.LeaseBatchResponse:
-        """LeaseBatch."""
+        """Call LeaseBatch."""
         request = pool_pb.LeaseBatchRequest(
             request_id=request_id or new_request_id(), model_tag=tag, batch_size=batch_size, wait_seconds=wait_seconds
         )
         return await call(self.pool.LeaseBatch, request, timeout_seconds=wait_seconds + CALL_SECONDS)
 
     async def put_train_batch(self, lease: pool_pb.BatchLease, *, request_id: str = "") -> train_pb.TrainBatch:
-        """PutTrainBatch of a batch that has no tensors."""
+        """Call PutTrainBatch with a train batch that has no sequence."""
         samples = [sample.sample_id for group in lease.groups for sample in group.samples]
-        batch = train_pb.TrainBatch(batch_id=lease.batch_id, model_tag=TAG, sample_ids=samples)
+        tensors = encode_train_batch(TrainBatch.pack([]))
+        batch = train_pb.TrainBatch(batch_id=lease.batch_id, model_tag=TAG, sample_ids=samples, tensors=tensors)
         request = train_pb.PutTrainBatchRequest(
             request_id=request_id or new_request_id(), train_batch=batch, batch_attempt=lease.attempt
         )
@@ -128,21 +137,21 @@ class PoolClient:
     async def lease_train_batch(
         self, step: int, incarnation: int = 0, *, wait_seconds: float = 0
     ) -> train_pb.LeaseTrainBatchResponse:
-        """LeaseTrainBatch."""
+        """Call LeaseTrainBatch."""
         request = train_pb.LeaseTrainBatchRequest(
             request_id=new_request_id(), model_tag=TAG, step=step, incarnation=incarnation, wait_seconds=wait_seconds
         )
         return await call(self.train.LeaseTrainBatch, request, timeout_seconds=wait_seconds + CALL_SECONDS)
 
     async def resume(self, steps: int = 0, data_cursor: int = 0) -> train_pb.ResumeFromCheckpointResponse:
-        """ResumeFromCheckpoint."""
+        """Call ResumeFromCheckpoint."""
         request = train_pb.ResumeFromCheckpointRequest(
             request_id=new_request_id(), model_tag=TAG, steps=steps, data_cursor=data_cursor
         )
         return await call(self.train.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
 
     async def ack(self, step: int, incarnation: int = 0) -> None:
-        """AckTrainBatch of the train batch that the pool has for the step."""
+        """Call AckTrainBatch for the train batch of the step."""
         batch = (await self.lease_train_batch(step, incarnation)).train_batch
         request = train_pb.AckTrainBatchRequest(
             request_id=new_request_id(),
@@ -155,33 +164,47 @@ class PoolClient:
         await call(self.train.AckTrainBatch, request, timeout_seconds=CALL_SECONDS)
 
     async def set_version(self, version: int) -> int:
-        """SetPolicyVersion."""
+        """Call SetPolicyVersion."""
         request = pool_pb.SetPolicyVersionRequest(request_id=new_request_id(), model_tag=TAG, policy_version=version)
         return (await call(self.pool.SetPolicyVersion, request, timeout_seconds=CALL_SECONDS)).policy_version
 
     async def audit(self) -> pool_pb.LedgerAudit:
-        """AuditLedger."""
+        """Call AuditLedger."""
         request = pool_pb.AuditLedgerRequest(model_tag=TAG)
         return (await call(self.pool.AuditLedger, request, timeout_seconds=CALL_SECONDS)).audits[0]
 
     async def state(self) -> pool_pb.PoolState:
-        """GetTrajectoryPoolState."""
+        """Call GetTrajectoryPoolState."""
         request = pool_pb.GetTrajectoryPoolStateRequest(model_tag=TAG)
         return (await call(self.pool.GetTrajectoryPoolState, request, timeout_seconds=CALL_SECONDS)).pools[0]
 
     async def loader_state(
         self, purpose: "pb.Purpose.ValueType" = pb.PURPOSE_TRAINING
     ) -> loader_pb.GetDataLoaderStateResponse:
-        """GetDataLoaderState."""
+        """Call GetDataLoaderState."""
         request = loader_pb.GetDataLoaderStateRequest(model_tag=TAG, purpose=purpose)
         return await call(self.loader.GetDataLoaderState, request, timeout_seconds=CALL_SECONDS)
 
 
 @asynccontextmanager
 async def running_pool(folder: Path, redis_url: str, experiment: Experiment) -> AsyncIterator[PoolClient]:
-    """One process of the trajectory pool, and a client of it."""
+    """Run one process of the trajectory pool, and yield a client of it."""
     async with (
         running_service(folder, server.start, experiment, redis_url=redis_url) as process,
         connect(process.address) as channel,
     ):
         yield PoolClient(process.address, channel)
+
+
+Deploy = Callable[..., Awaitable[PoolClient]]
+"""Starts one more process of the same pool. Keywords are sections of the experiment."""
+
+
+def samples_of(leases: loader_pb.LeaseTasksResponse) -> list[str]:
+    """Return the ids of all leased samples."""
+    return [sample.sample_id for lease in leases.leases for sample in lease.samples]
+
+
+def grouped(batch: pool_pb.BatchLease) -> dict[str, list[str]]:
+    """Return the sample ids of a batch by group."""
+    return {group.group_id: [sample.sample_id for sample in group.samples] for group in batch.groups}

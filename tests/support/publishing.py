@@ -1,4 +1,4 @@
-"""Processes that write to a folder of published versions."""
+"""Processes that write published versions to a folder."""
 
 import multiprocessing
 import os
@@ -22,24 +22,24 @@ TENSORS = [
     ("steps", torch.tensor([7], dtype=torch.int64)),
 ]
 
-# One process imports torch, the writers are forks of it.
+# Only one process imports torch. The writers are forks of it.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.support.publishing"])
 
 
 def packed(policy_version: int, shift: int = 0) -> Snapshot:
-    """A version; `shift` makes others of the same number."""
+    """Return a version. Different values of `shift` make different weights with the same version number."""
     tensors = [(name, tensor + shift if name == "a" else tensor) for name, tensor in TENSORS]
     return snapshot(tensors, policy_version=policy_version, bucket_bytes=64)
 
 
 def writer_of_many(path: Path, shift: int) -> BaseProcess:
-    """A running process that writes version after version."""
+    """Start a process that writes one version after the other."""
     return _started(_write_many, path, shift)
 
 
 def writer_that_dies(path: Path, policy_version: int, at: int) -> BaseProcess:
-    """A running process that writes a version and is killed before the `at`-th call that changes the folder."""
+    """Start a process that writes a version, and kills itself before call number `at` that changes the folder."""
     return _started(_write_and_die, path, policy_version, at)
 
 
@@ -73,7 +73,7 @@ def _write_and_die(path: Path, policy_version: int, at: int) -> None:
         (Path, "open"),
         (Path, "write_bytes"),
         (Path, "rename"),
-        (published, "force_to_disk"),
+        (published, "fsync_path"),
     ):
         setattr(owner, name, counted(getattr(owner, name)))
     PublishedVersions(path, MODEL_TAG).write(packed(policy_version))

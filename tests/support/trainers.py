@@ -1,7 +1,7 @@
-"""Trainer processes that die and come back, all that they need, and a record of what they told the pool.
+"""Runs trainer processes that are killed and restarted, with all their services. Records their calls to the pool.
 
-Trainer and replica are processes. The pool and weight sync run in the test's own, on real sockets and a real Redis,
-each behind a relay at which a test can step in before and after every call.
+Trainer and replica are processes. The pool and weight sync run in the test's process, with real sockets and a real
+Redis. Each is behind a relay, through which a test can act before and after every call.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from nexrl.errors import InvalidArgumentError
 from nexrl.models import build_model, iter_weights
 from nexrl.rpc.client import CLIENT_OPTIONS
 from nexrl.spec import Experiment, dump_resolved
@@ -26,15 +27,15 @@ from nexrl.weights.packing import tensor_specs
 from nexrl_trainer.checkpoint import find_latest_checkpoint
 from nexrl_weight_sync import server as weight_sync_server
 from tests.support import replica_process, trainer_process
-from tests.support.pool import TAG, PoolClient, running_pool, scored
+from tests.support.pool import TAG, PoolClient, drawn_span, running_pool, scored
 from tests.support.services import running_service
 from tests.support.trainer_process import Suicide
 
 LIFE_SECONDS = 60.0
-"""Longest life of one trainer."""
+"""Longest time that one trainer process may run."""
 LOOPBACK = "127.0.0.1"
 
-# One process imports torch, trainers and replicas are forks of it.
+# Only one process imports torch. Trainers and replicas are forks of it.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([replica_process.__name__, trainer_process.__name__])
 
@@ -43,7 +44,7 @@ SampleIds = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a trainer, as a relay sees it: before it is passed on (`response` None), or before it is answered."""
+    """One call of a trainer at a relay, before the relay passes on the request (`response` is None) or the response."""
 
     name: str
     request: bytes
@@ -51,7 +52,7 @@ class Call:
 
 
 class Relay(grpc.GenericRpcHandler):
-    """Passes calls on as they are, and shows each to `observe`, before and after."""
+    """Passes calls on unchanged. Calls `observe` before it passes on each request, and before each response."""
 
     def __init__(self, target: str, observe: Callable[[Call], Awaitable[None]]) -> None:
         self._channel: Any = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
@@ -65,7 +66,7 @@ class Relay(grpc.GenericRpcHandler):
 
     async def _pass(self, method: str, request: bytes, context: Any) -> bytes:
         call = self._call(method, request, context.time_remaining())
-        # A wait ends with its caller. What moves the ledger is seen to its end, as the pool would: the record needs it.
+        # A wait ends with its caller. A call that changes the ledger runs to its end, as in the pool, and is recorded.
         is_wait = "/Lease" in method
         try:
             return await (call if is_wait else asyncio.shield(asyncio.ensure_future(call)))
@@ -88,7 +89,7 @@ class Relay(grpc.GenericRpcHandler):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Its address, while it serves."""
+        """Run the relay, and yield its address."""
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((self,))
         port = server.add_insecure_port(f"{LOOPBACK}:0")
@@ -107,48 +108,49 @@ async def _fail(error: grpc.aio.AioRpcError, context: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class Death:
-    """The trainer is killed at its next call `name` after `steps` steps, before it is seen or before it is answered."""
+    """Kills the trainer at its next call `name` after `steps` steps. `is_seen`: after the service has seen the call."""
 
     name: str
     steps: int
     is_seen: bool
 
     def is_due(self, call: Call, steps: int) -> bool:
-        """Whether this is the call."""
+        """Return whether the trainer is killed at this call."""
         return call.name == self.name and (call.response is not None) == self.is_seen and steps >= self.steps
 
 
 @dataclass
 class World:
-    """What trainers of one experiment live in, and what they did."""
+    """The services and files that the trainers of one experiment use, and a record of their steps."""
 
     folder: Path
     experiment: Experiment
     pool: PoolClient
     settled_seconds: float = 0.0
-    """nexrl_trainer.checkpoint.SETTLED_SECONDS of the trainers."""
+    """The value of nexrl_trainer.checkpoint.SETTLED_SECONDS in the trainers."""
     steps: list[SampleIds] = field(default_factory=list)
-    """What the weights of the living trainer, or of the checkpoint that it began with, are made of."""
+    """Sample ids of each step that the current trainer's weights contain, including the steps of its checkpoint."""
     acknowledged: list[tuple[int, SampleIds]] = field(default_factory=list)
-    """Every step that was ever acknowledged, in order of time."""
+    """All acknowledged steps in order of time, repeated steps included."""
     resumed_from: list[int] = field(default_factory=list)
-    """Steps in the checkpoint of each trainer that began."""
+    """For each started trainer, the number of steps in its checkpoint."""
     version: int = 0
     """The newest version that the replicas serve."""
     tasks: dict[str, str] = field(default_factory=dict)
-    """Task of each sample that was produced."""
+    """The task id of each produced sample."""
     before_call: Callable[[Call], Awaitable[None]] | None = None
-    """A test's own step in; called last."""
+    """A function of the test. It is called last at each call."""
     _environment: Mapping[str, str] = field(default_factory=dict)
+    _producing: asyncio.Task[None] | None = None
     _trainer: Any = None
     _death: Death | None = None
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def live(self, death: Death | Suicide | float | None = None) -> int:
-        """One life of a trainer process; gives its exit code: -9 when it was killed, 0 when training was complete.
+        """Run one trainer process. Returns its exit code: -9 if it was killed, 0 if training was complete.
 
-        `death`: at a call, at a point in its own code, or that many seconds after its start.
+        `death` kills it at a call, at a point in its own code, or that many seconds after its start.
         """
         suicide = death if isinstance(death, Suicide) else None
         self._death = death if isinstance(death, Death) else None
@@ -159,10 +161,14 @@ class World:
         self._trainer.start()
         ended = asyncio.create_task(self._end())
         finished = asyncio.create_task(self._finished.wait())
+        assert self._producing is not None
         try:
             async with asyncio.timeout(LIFE_SECONDS):
                 seconds = death if isinstance(death, float) else None
-                await asyncio.wait([ended, finished], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                events = [ended, finished, self._producing]
+                await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                if self._producing.done():
+                    self._producing.result()
                 if finished.done():
                     self._trainer.terminate()
                 elif not ended.done():
@@ -180,24 +186,30 @@ class World:
         self._ended.set()
 
     async def produce(self) -> None:
-        """Roll out without end: tokens and rewards depend on nothing but the task and the sample's place in it."""
+        """Produce samples until cancelled. Tokens and rewards depend only on the task and the sample's index in it."""
         while True:
             for lease in (await self.pool.lease(wait_seconds=10)).leases:
                 self.tasks |= {sample.sample_id: lease.task.task_id for sample in lease.samples}
-                # The pool hears of a version before the trainer does, and may have forgotten it since.
+                # The pool may know a newer version than the trainer, or may have lost one with Redis's last writes.
                 self.version = max(self.version, (await self.pool.state()).policy_version)
-                results = [scored(s, trajectory(lease, s.sample_id, self.version)) for s in lease.samples]
-                await self.pool.put(results)
+                try:
+                    await self._put(lease)
+                except InvalidArgumentError:  # Redis has lost the steps before this version
+                    self.version = (await self.pool.state()).policy_version
+                    await self._put(lease)
+
+    async def _put(self, lease: trajectory_pb2.TaskLease) -> None:
+        await self.pool.put([scored(s, trajectory(lease, s.sample_id, self.version)) for s in lease.samples])
 
     async def observe(self, call: Call) -> None:
-        """What the relays call."""
+        """Observe a call. The relays call this function."""
         if call.response is not None:
             self._record(call)
         if self._death is not None and self._death.is_due(call, len(self.steps)):
             self._death = None
             self._trainer.kill()
             await self._ended.wait()
-            raise asyncio.CancelledError  # nobody is there to be answered
+            raise asyncio.CancelledError  # the caller is dead, so no answer is needed
         if self.before_call is not None:
             await self.before_call(call)
 
@@ -217,10 +229,10 @@ class World:
                     self._finished.set()
             case "CommitSync":
                 answer = weight_sync_pb.CommitSyncResponse.FromString(call.response or b"")
-                self.version = max(self.version, answer.committed_version)
+                self.version = answer.committed_version  # an older one, if Redis has lost the newest steps
 
     def final_weights(self) -> bytes:
-        """The newest checkpoint's model file."""
+        """Return the model file of the last checkpoint."""
         path = find_latest_checkpoint(self.folder / "checkpoints")
         assert path is not None
         assert path.name == f"global_step_{self.experiment.spec.trainer.steps}"
@@ -229,7 +241,7 @@ class World:
 
 @asynccontextmanager
 async def running_world(folder: Path, redis_url: str, experiment: Experiment) -> AsyncIterator[World]:
-    """A pool, weight sync with one replica, and rollouts that never rest; trainers are the test's part."""
+    """Run a pool, weight sync with one replica, and rollouts that never end. The test starts the trainers."""
     file = _run_folder(folder, experiment)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(running_pool(folder, redis_url, experiment))
@@ -247,13 +259,13 @@ async def running_world(folder: Path, redis_url: str, experiment: Experiment) ->
             "NEXRL_TRAJECTORY_POOL": await stack.enter_async_context(Relay(pool.address, world.observe).running()),
             "NEXRL_WEIGHT_SYNC": await stack.enter_async_context(Relay(weight_sync.address, world.observe).running()),
         }
-        producing = asyncio.create_task(world.produce())
+        world._producing = asyncio.create_task(world.produce())
         try:
             yield world
         finally:
-            producing.cancel()
+            world._producing.cancel()
             with suppress(asyncio.CancelledError):
-                await producing
+                await world._producing
 
 
 def _run_folder(folder: Path, experiment: Experiment) -> Path:
@@ -278,7 +290,7 @@ def _replica(weight_sync: str, experiment: Experiment) -> Iterator[None]:
 
 
 def trajectory(lease: trajectory_pb2.TaskLease, sample_id: str, version: int) -> trajectory_pb2.Trajectory:
-    """Tokens and a reward that depend on nothing but the task and the sample's place in its group."""
+    """Return a trajectory whose tokens and reward depend only on the task and the sample's index in its group."""
     k = int(sample_id.rpartition(".")[2])
     drawn = hashlib.sha256(f"{lease.task.task_id} {k}".encode()).digest()
     return trajectory_pb2.Trajectory(
@@ -286,5 +298,6 @@ def trajectory(lease: trajectory_pb2.TaskLease, sample_id: str, version: int) ->
         loss_mask=[False, True, True, True],
         logprobs=[0.0, -2.0, -2.0, -2.0],
         spans=[trajectory_pb2.PolicySpan(start=1, end=4, policy_version=version)],
+        completions=[drawn_span(1, 4)],
         reward=float(k),
     )

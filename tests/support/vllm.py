@@ -1,4 +1,4 @@
-"""Replicas with a real vLLM, and what they should have answered: a forward pass of Hugging Face's model."""
+"""Runs replicas with a real vLLM, and checks them against a forward pass of the Hugging Face model."""
 
 import os
 import random
@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from nexrl.models import build_config, build_model, iter_weights
 from nexrl.spec import Experiment, dump_resolved
-from nexrl.spec.experiment import ModelSpec
+from nexrl.spec.model import ModelSpec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.weights.packing import snapshot
 from nexrl.weights.receiver import StagedWeights
-from nexrl.weights.shared import SharedBuffers
+from nexrl_inference.vllm.shared import SharedBuffers
 from tests.support.services import small_experiment
 
 MAX_DIFFERENCE = 1e-4
-"""Of log-probabilities in float32."""
+"""Largest difference of log-probabilities in float32."""
 POSITIONS = 256
 SCRATCH = {"alphabet": "0123456789abcdef", "hiddenSize": 64, "layers": 2, "heads": 2, "maxPositions": POSITIONS}
 START_SECONDS = 180.0
@@ -31,7 +31,7 @@ Versions = dict[int, dict[str, Tensor]]
 
 
 def vllm_experiment(model: dict[str, object] | None = None, **inference: object) -> Experiment:
-    """A tiny Llama with tied embeddings unless `model` says otherwise, sampled by vLLM."""
+    """Return an experiment with vLLM. By default, the model is a tiny Llama with tied embeddings."""
     return small_experiment(
         "vllm",
         model=model or {"scratch": SCRATCH},
@@ -40,7 +40,7 @@ def vllm_experiment(model: dict[str, object] | None = None, **inference: object)
 
 
 def untied_qwen(folder: Path) -> dict[str, object]:
-    """A tiny Qwen3 with a head of its own, as a folder of Hugging Face files."""
+    """Save a tiny Qwen3 with untied embeddings in `folder`, in Hugging Face's format. Returns its model section."""
     source = vllm_experiment().spec.model
     tokens = build_config(source).vocab_size
     config = Qwen3Config(
@@ -64,7 +64,7 @@ def untied_qwen(folder: Path) -> dict[str, object]:
 
 
 def weights_of(model: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """Weights of the model that differ a lot from seed to seed."""
+    """Return weights of the model. Different seeds return very different weights."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
@@ -73,7 +73,7 @@ def weights_of(model: ModelSpec, seed: int) -> dict[str, Tensor]:
 
 
 def staged(tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> StagedWeights:
-    """Weights as a replica has received them."""
+    """Return the weights in the form in which a replica receives them."""
     packed = snapshot(tensors, policy_version=policy_version, bucket_bytes=50_000)
     shared = SharedBuffers(packed.manifest)
     for buffer, content in zip(shared, packed.buffers, strict=True):
@@ -82,18 +82,23 @@ def staged(tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Staged
 
 
 class Reference:
-    """Hugging Face's model under any weights."""
+    """The Hugging Face model with any weights."""
 
     def __init__(self, source: ModelSpec) -> None:
         self.model: PreTrainedModel = build_model(source, 0).eval()
 
     @torch.no_grad()
     def logprobs(self, weights: dict[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Of each of `tokens` after `prompt`, shape [len(tokens)]."""
+        """Return the log-probability of each of `tokens` after `prompt`, shape [len(tokens)]."""
+        logits = self.logits(weights, prompt, tokens)
+        return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+    @torch.no_grad()
+    def logits(self, weights: dict[str, Tensor], prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Return the logits from which each of `tokens` is sampled, shape [len(tokens), vocabulary]."""
         for name, parameter in iter_weights(self.model):
             parameter.copy_(weights[name])
-        logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-        found: Tensor = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        found: Tensor = self.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         return found
 
     def require_equal(
@@ -104,7 +109,7 @@ class Reference:
         logprobs: Sequence[float],
         policy_versions: Sequence[int],
     ) -> None:
-        """Each token's log-probability is that of the version that it is said to be of."""
+        """Assert that each log-probability is the one that the token's reported version computes."""
         assert len(tokens) == len(logprobs) == len(policy_versions) > 0
         for version in set(policy_versions):
             wanted = self.logprobs(versions[version], prompt, tokens)
@@ -114,7 +119,7 @@ class Reference:
 
 
 def random_prompt(chance: random.Random, length: int = 8) -> list[int]:
-    """Token ids of the tiny models, no special ones."""
+    """Return random token ids of the tiny models, without special tokens."""
     return [chance.randrange(4, 20) for _ in range(length)]
 
 
@@ -122,7 +127,7 @@ def random_prompt(chance: random.Random, length: int = 8) -> list[int]:
 def replica_process(
     experiment: Experiment, folder: Path, name: str, weight_sync: str
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """`nexrl serve inference`; killed at the end, and with it whatever it has started."""
+    """Run `nexrl serve inference`. Stops it when the block ends, and kills it after 30 s."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "experiment.yaml"
     file.write_text(dump_resolved(experiment))

@@ -1,4 +1,4 @@
-"""A weight-sync service in this process, replicas as processes, and weights to send."""
+"""Runs a weight-sync service in this process and replicas as processes. Provides example weights."""
 
 import asyncio
 import multiprocessing
@@ -24,7 +24,8 @@ from nexrl.weights.packing import tensor_specs
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
-from nexrl_weight_sync.coordinator import Coordinator, Rules
+from nexrl_weight_sync.coordinator import Coordinator
+from nexrl_weight_sync.records import Rules
 from nexrl_weight_sync.replicas import ReplicaClients
 from nexrl_weight_sync.service import WeightSyncServicer
 from nexrl_weight_sync.store import WeightSyncStore
@@ -41,7 +42,7 @@ BUCKET_BYTES = 64 * 1024
 
 
 def example_tensors(seed: int, *, nbytes: int = 1_000_000) -> list[tuple[str, Tensor]]:
-    """Weights of a small model: mixed types and shapes, about `nbytes` bytes."""
+    """Return the weights of a small model: about `nbytes` bytes, with mixed types and shapes."""
     generator = torch.Generator().manual_seed(seed)
     rows = nbytes // 6000
     return [
@@ -54,7 +55,7 @@ def example_tensors(seed: int, *, nbytes: int = 1_000_000) -> list[tuple[str, Te
 
 
 def rules(**changes: object) -> Rules:
-    """Rules of mode sync without validation."""
+    """Return rules of mode sync without validation. `changes` replaces some of them."""
     settings: dict[str, object] = {
         "max_lag_steps": 0,
         "lease_seconds": LEASE_SECONDS,
@@ -65,13 +66,13 @@ def rules(**changes: object) -> Rules:
     return Rules(**(settings | changes))  # type: ignore[arg-type]
 
 
-# One process imports torch, the replicas are forks of it.
+# Only one process imports torch. The replicas are forks of it.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.support.replica_process"])
 
 
 class ReplicaProcess:
-    """A replica that runs `tests.support.replica_process`."""
+    """A process that runs the replica of `tests.support.replica_process`."""
 
     def __init__(self, world: "World", replica_id: str, behaviour: str, specs: tuple[TensorSpec, ...]) -> None:
         arguments = (world.address, MODEL_TAG, replica_id, specs, behaviour, world.shared)
@@ -80,43 +81,43 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def freeze(self) -> None:
-        """Stop it without ending it."""
+        """Suspend the process with SIGSTOP."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kill the process with SIGKILL, and wait until it has ended."""
         self._process.kill()
         self._process.join()
 
 
 @dataclass
 class World:
-    """The service, its address, and who uses it."""
+    """The service, its address, and its replicas and publishers."""
 
     weight_sync: WeightSync
     address: str
     told: list[int] = field(default_factory=list)
     closing: AsyncExitStack = field(default_factory=AsyncExitStack)
     shared: Path | None = None
-    """Folder that publishers and replicas started from now on share."""
+    """The shared folder of all publishers and replicas that start after it is set."""
     _following: "dict[WeightPublisher, asyncio.Task[None]]" = field(default_factory=dict)
 
     async def replica(
         self, replica_id: str, behaviour: str = "sound", specs: tuple[TensorSpec, ...] = ()
     ) -> ReplicaProcess:
-        """Start a replica, of the example model unless `specs` says otherwise; returns when it is registered."""
+        """Start a replica, and wait until it is registered. Without `specs`, it serves the example model."""
         replica = ReplicaProcess(self, replica_id, behaviour, specs or tensor_specs(example_tensors(0)))
         self.closing.callback(replica.kill)
         await self.until(lambda view: any(found.replica_id == replica_id for found, _ in view.replicas))
         return replica
 
     async def publisher(self, *, bucket_bytes: int = BUCKET_BYTES) -> WeightPublisher:
-        """A trainer's publisher, following the replicas."""
+        """Start a trainer's publisher that follows the replicas."""
         channel = connect(self.address)
         self.closing.push_async_callback(channel.close)
         publisher = WeightPublisher(
@@ -133,11 +134,11 @@ class World:
         return publisher
 
     async def trainer_dies(self, publisher: WeightPublisher) -> None:
-        """Nobody is served by `publisher` any more."""
+        """Simulate the death of the trainer: `publisher` stops serving replicas."""
         await _ended(self._following[publisher])
 
     async def until(self, condition: Callable[[View], bool], seconds: float = 30.0) -> View:
-        """The first view of the replicas for which `condition` holds."""
+        """Wait until `condition` holds for the view of the replicas, and return that view."""
         async with asyncio.timeout(seconds):
             async for view in self.weight_sync.watch():
                 if condition(view):
@@ -145,19 +146,19 @@ class World:
         raise AssertionError("the watch ended")
 
     def stub(self) -> "WeightSyncServiceAsyncStub":
-        """A client."""
+        """Return a client of the service."""
         channel = connect(self.address)
         self.closing.push_async_callback(channel.close)
         return WeightSyncServiceStub(channel)
 
     async def tell(self, policy_version: int) -> None:
-        """Stands for the trajectory pool."""
+        """Record a version that weight sync announces to the trajectory pool."""
         self.told.append(policy_version)
 
 
 @asynccontextmanager
 async def running_weight_sync(redis: Redis, experiment: str, its_rules: Rules, port: int = 0) -> AsyncIterator[World]:
-    """Weight sync of one model tag on a real socket, with its background work."""
+    """Run weight sync of one model tag on a real socket, with its background tasks."""
     store = WeightSyncStore(redis, key_prefix(experiment, MODEL_TAG))
     coordinator = Coordinator(its_rules, await store.load(), time.monotonic())
     clients = ReplicaClients(timeout_seconds=TIMEOUT_SECONDS)

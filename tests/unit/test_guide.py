@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from nexrl.spec.schema import SchemaView
-from tests.support.guide import ROOT, TESTS, Row, find_tests, load_rows, render
+from tests.mutations.features import Feature, load_features, resolve
+from tests.support.guide import Row, load_rows, proving_tests, render
+from tests.support.marks import ROOT, TESTS, find_tests
 
 SOURCES = (ROOT / "src", *sorted((ROOT / "services").iterdir()))
 PROTOS = "\n".join(path.read_text() for path in sorted((ROOT / "proto").rglob("*.proto")))
@@ -33,7 +35,7 @@ def test_markers_name_rows_that_exist() -> None:
 
 
 def test_markers_of_modules_and_classes_count_for_their_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.guide.ROOT", tmp_path)
+    monkeypatch.setattr("tests.support.marks.ROOT", tmp_path)
     (tmp_path / "test_one.py").write_text(
         "pytestmark = [pytest.mark.guide('A1')]\n"
         "class TestPool:\n    @pytest.mark.guide('H7', 'H8')\n    async def test_put(self): ...\n"
@@ -44,25 +46,48 @@ def test_markers_of_modules_and_classes_count_for_their_tests(tmp_path: Path, mo
     assert find_tests(tmp_path) == {"A1": [put, get], "H7": [put], "H8": [put]}
 
 
-def test_a_row_is_done_only_with_a_place_and_a_test() -> None:
-    rows = [Row("A1", "S", "one", "here"), Row("A2", "S", "two", "here"), Row("A3", "S", "three", "")]
-    rows += [Row("A4", "S", "four", "by design: otherwise")]
-    page = render(rows, {"A1": ["tests/test_one.py::test_put"]})
-    assert "1 done, 1 untested, 1 by design, 1 open" in page
+def test_a_row_is_done_only_with_a_place_a_test_and_a_mutation() -> None:
+    rows = [Row("A1", "S", "one", "here"), Row("A2", "S", "two", "here"), Row("A3", "S", "three", "open: all of it")]
+    rows += [Row("A4", "S", "four", "by design: otherwise"), Row("A5", "S", "five", "here")]
+    test = "tests/test_one.py::test_put"
+    page = render(rows, {"A1": [test], "A2": [test], "A3": [test]}, {"A1": {test}})
+    states = {line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ") for line in page.splitlines()}
+    assert (states["A1"], states["A2"]) == ("done", "not yet proven by a mutation")
+    assert (states["A3"], states["A4"], states["A5"]) == ("open", "by design", "untested")
     assert "Open: A3" in page
+    assert page.count("**[test_put](../../tests/test_one.py)**") == 1
 
 
-def test_a_marker_of_no_row_is_refused() -> None:
+def test_a_mark_of_no_row_is_refused() -> None:
     with pytest.raises(ValueError, match="Z9"):
-        render([], {"Z9": ["tests/test_one.py::test_put"]})
+        render([], {"Z9": ["tests/test_one.py::test_put"]}, {})
+
+
+def test_each_mutation_takes_text_out_that_is_there_and_names_a_test_that_is_marked_with_its_rows() -> None:
+    assert set(proving_tests()) <= {row.row_id for row in load_rows()}
+    assert [feature.rows for feature in load_features() if feature.text == feature.without] == []
+
+
+def test_all_mutations_that_are_out_of_date_are_named_at_once() -> None:
+    here = ("tests/mutations/features.py",)
+    features = [
+        Feature(("A1",), here, "no such text", "", "test_put"),
+        Feature(("A2",), here, "def resolve(", "def resolve)", "test_put"),
+        Feature(("A3",), here, "def resolve(", "def resolved(", "test_get"),
+    ]
+    with pytest.raises(
+        ValueError, match=r"(?s)A1: .*occurs 0 times.*A2: .*not valid Python.*A3: 0 tests named test_get"
+    ):
+        resolve(features, {row_id: ["tests/test_one.py::test_put"] for row_id in ("A1", "A2", "A3")})
 
 
 def _exists(name: str) -> bool:
     kind, _, rest = name.partition(" ")
     if kind in ("message", "enum"):
         return f"{kind} {rest} {{" in PROTOS
-    if kind == "nexrl" and rest.startswith("run"):
-        return all((ROOT / file).is_file() for file in rest.split()[1:])
+    if kind == "nexrl":
+        command, *files = rest.split()
+        return _is_python(["nexrl", "cli", command]) and all((ROOT / file).is_file() for file in files)
     if name == "nexrl.services":  # the entry points, in pyproject.toml
         return True
     if name.startswith("spec."):

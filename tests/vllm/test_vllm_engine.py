@@ -11,10 +11,13 @@ import torch
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from nexrl.spec import Experiment
-from nexrl.weights.shared import LOADED, SharedBuffers
+from nexrl.tokenizers import build_tokenizer
+from nexrl.truncation import truncated_logits
+from nexrl_inference.backend import text_decoder
 from nexrl_inference.requests import GenerationRequest, GenerationResult
-from nexrl_inference.vllm_engine import VllmEngine
-from nexrl_inference.vllm_server import VllmServer, start_vllm
+from nexrl_inference.vllm.engine import VllmEngine
+from nexrl_inference.vllm.server import VllmServer, start_vllm
+from nexrl_inference.vllm.shared import LOADED, SharedBuffers
 from tests.support.vllm import POSITIONS, Reference, random_prompt, staged, untied_qwen, vllm_experiment, weights_of
 
 GENERATED = "vllm:generation_tokens_total"
@@ -60,7 +63,7 @@ async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[De
     few = ["--max-num-batched-tokens", str(STEP_TOKENS)]
     experiment = vllm_experiment(model, tensorParallel=2, dataParallel=2, vllmArgs=few)
     server = await start_vllm(experiment.spec)
-    engine = VllmEngine(server, experiment.spec, [])
+    engine = VllmEngine(server, experiment.spec, [], text_decoder(build_tokenizer(experiment.spec.model)))
     try:
         with pytest.raises(FailedPreconditionError, match="no policy version"):
             await engine.generate(GenerationRequest("early", (5,), 4))
@@ -90,6 +93,30 @@ async def test_sampled_tokens_have_the_log_probs_of_the_distribution_they_were_d
     cold = {name: tensor * (2.0 if name == "lm_head.weight" else 1.0) for name, tensor in deployed.weights(3).items()}
     wanted = deployed.reference.logprobs(cold, result.prompt_ids, completion.token_ids)
     assert (torch.tensor(completion.logprobs) - wanted).abs().max() < 1e-3
+
+
+async def test_log_probs_of_truncated_sampling_are_those_that_the_trainer_computes(deployed: Deployed) -> None:
+    await deployed.load(3)
+    result = await deployed.generate(temperature=1.5, top_p=0.7, top_k=6, n=4)
+    for completion in result.completions:
+        tokens = torch.tensor(completion.token_ids)
+        logits = deployed.reference.logits(deployed.weights(3), result.prompt_ids, completion.token_ids) / 1.5
+        wanted = truncated_logits(logits, tokens, top_p=0.7, top_k=6).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        assert (torch.tensor(completion.logprobs) - wanted).abs().max() < 1e-3
+
+
+async def test_a_completion_ends_with_the_token_that_completes_a_stop_string(deployed: Deployed) -> None:
+    await deployed.load(4)
+    decode = text_decoder(build_tokenizer(deployed.experiment.spec.model))
+    prompt, seeds = tuple(random_prompt(deployed.chance)), tuple(range(16))
+    many = (await deployed.generate(prompt_ids=prompt, n=len(seeds), seeds=seeds)).completions
+    seed, free = next((each, c) for each, c in zip(seeds, many, strict=True) if len(decode(c.token_ids[4:6])) == 2)
+    stop = decode(free.token_ids[4:6])
+    (stopped,) = (await deployed.generate(prompt_ids=prompt, seeds=(seed,), stop=(stop,))).completions
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert stopped.finish_reason == "stop"
+    assert decode(stopped.token_ids).endswith(stop)
+    assert decode(stopped.token_ids).count(stop) == 1
 
 
 async def test_a_seed_draws_the_same_tokens_again(deployed: Deployed) -> None:
@@ -124,7 +151,7 @@ async def test_a_completion_ends_at_its_limit_and_at_the_rows_end(deployed: Depl
 async def test_requests_in_flight_meet_new_weights_as_the_experiment_says(deployed: Deployed, in_flight: str) -> None:
     deployed.engine._in_flight = in_flight
     wanted, spans = {6} if in_flight == "wait" else {6, 7}, list[set[int]]()
-    while wanted not in spans:  # whoever is done before the load, or begins after it, has nothing to show
+    while wanted not in spans:  # a request that ends before the load, or starts after it, does not count
         await deployed.load(6)
         requests = [asyncio.create_task(deployed.generate(max_new_tokens=240, n=2)) for _ in range(4)]
         while not await running(deployed) and not any(request.done() for request in requests):
@@ -154,14 +181,14 @@ async def test_weights_that_are_not_what_was_sent_are_never_served(deployed: Dep
     flipped = staged(deployed.weights(9).items(), 9)
     flipped.buffers[1][100] ^= 1
     was_cut_off = False
-    while not was_cut_off:  # whoever is done before the load has nothing to show
+    while not was_cut_off:  # a request that ends before the load does not count
         await deployed.load(8)
         in_flight = asyncio.create_task(deployed.generate(max_new_tokens=240, n=16))
         with pytest.raises(UnavailableError, match="other bytes"):
             await deployed.engine.load(flipped)
         (ended,) = await asyncio.gather(in_flight, return_exceptions=True)
-        was_cut_off = isinstance(ended, UnavailableError) and "not whole" in str(ended)
-    with pytest.raises(UnavailableError, match="not whole"):
+        was_cut_off = isinstance(ended, UnavailableError) and "incomplete" in str(ended)
+    with pytest.raises(UnavailableError, match="incomplete"):
         await deployed.generate()
     await deployed.load(10)
     deployed.judge(await deployed.generate(n=4), 10)
@@ -190,9 +217,9 @@ async def test_a_version_that_any_worker_has_not_loaded_is_never_served(deployed
     buffers = weights.buffers
     assert isinstance(buffers, SharedBuffers)
     buffers.verdicts = lambda workers: [LOADED if other != rank else "" for other in range(workers)]  # type: ignore[method-assign]
-    with pytest.raises(UnavailableError, match="a worker has said nothing"):
+    with pytest.raises(UnavailableError, match="a worker has reported nothing"):
         await deployed.engine.load(weights)
-    with pytest.raises(UnavailableError, match="not whole"):
+    with pytest.raises(UnavailableError, match="incomplete"):
         await deployed.generate()
     await deployed.load(21)
     deployed.judge(await deployed.generate(n=4), 21)
@@ -203,7 +230,7 @@ async def test_a_version_without_one_of_its_tensors_is_never_served(deployed: De
     await deployed.load(11)
     with pytest.raises(UnavailableError, match="nothing was sent for"):
         await deployed.engine.load(staged(((n, t) for n, t in deployed.weights(12).items() if n != missing), 12))
-    with pytest.raises(UnavailableError, match="not whole"):
+    with pytest.raises(UnavailableError, match="incomplete"):
         await deployed.generate()
     await deployed.load(13)
     deployed.judge(await deployed.generate(n=4), 13)

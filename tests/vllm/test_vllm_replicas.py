@@ -22,7 +22,7 @@ from nexrl.store import connect_redis
 from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
 from nexrl.weights.publisher import WeightPublisher
-from nexrl_weight_sync.coordinator import Replica
+from nexrl_weight_sync.records import Replica
 from nexrl_weight_sync.weight_sync import View
 from tests.support.vllm import (
     START_SECONDS,
@@ -161,7 +161,7 @@ async def test_log_probs_after_every_sync_are_those_of_a_forward_pass(system: Sy
 
 async def test_a_request_in_flight_goes_on_with_the_new_weights(system: System) -> None:
     has_spanned, version = False, 10
-    while not has_spanned:  # whoever is done before the sync, or begins after it, has nothing to show
+    while not has_spanned:  # a request that ends before the sync, or starts after it, does not count
         version += 1
         replica, _ = await system.ready(*NAMES)
         answers = asyncio.gather(*(system.generate(replica, max_new_tokens=240) for _ in range(3)))

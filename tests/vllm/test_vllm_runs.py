@@ -1,4 +1,4 @@
-"""`nexrl run` with vLLM: it learns, replicas come and go, and whatever is killed no wrong token is trained."""
+"""`nexrl run` with vLLM: it learns, replicas come and go, and no wrong token is trained after any kill."""
 
 import asyncio
 import json

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nexrl.models import iter_weights
 from nexrl.weights.packing import snapshot
-from nexrl.weights.shared import LOADED, PLUGIN, SharedBuffers, manifest_to_json
+from nexrl_inference.vllm.shared import LOADED, PLUGIN, SharedBuffers, manifest_to_json
 from tests.support.vllm import MAX_DIFFERENCE
 
 EXAMPLES, EXAMPLE_SECONDS = 12, 120.0

@@ -12,7 +12,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* Labels that select pods: arguments are the root and a component. Two releases never select each other's. */}}
+{{/* Labels that select the pods of one component of this release. Arguments: the root and the component. */}}
 {{- define "nexrl.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ include "nexrl.name" $root | quote }}
@@ -32,7 +32,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* Labels of pods: none that changes with each version of the chart, which would restart them. */}}
+{{/* Labels of pods. They omit the chart's version: a label that changes with each version would restart the pods. */}}
 {{- define "nexrl.podLabels" -}}
 {{ include "nexrl.selector" . }}
 app.kubernetes.io/part-of: nexrl
@@ -41,7 +41,7 @@ app.kubernetes.io/part-of: nexrl
 {{- end }}
 {{- end }}
 
-{{/* The reference of an image: arguments are the root and its key under `images`. Its own tag counts more than that of all. */}}
+{{/* The reference of an image. Arguments: the root and the key under `images`. `images.KEY.tag` overrides `images.tag`. */}}
 {{- define "nexrl.image" -}}
 {{- $root := index . 0 -}}
 {{- $image := index $root.Values.images (index . 1) -}}
@@ -68,7 +68,7 @@ app.kubernetes.io/part-of: nexrl
 {{- ternary $own .Values.externalRedis.secretKey .Values.redis.enabled -}}
 {{- end }}
 
-{{/* "name/key" of the password, or nothing where Redis has none. */}}
+{{/* "name/key" of the Secret with the password of Redis; empty if Redis has no password. */}}
 {{- define "nexrl.redisSecret" -}}
 {{- with include "nexrl.redisSecretName" . }}{{ . }}/{{ include "nexrl.redisSecretKey" $ }}{{ end }}
 {{- end }}
@@ -106,7 +106,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What is alike in every pod's spec: arguments are the root and the values of the component. */}}
+{{/* Fields of a pod's spec that every component has. Arguments: the root and the values of the component. */}}
 {{- define "nexrl.placement" -}}
 {{- $values := index . 1 -}}
 {{- with (index . 0).Values.imagePullSecrets }}
@@ -129,12 +129,13 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* externalRedis may be anywhere; the port is that of its URL. */}}
+{{/* Allows any address, because an external Redis may be anywhere; only the port of its URL is known. */}}
 {{- define "nexrl.externalRedisEgress" -}}
 - ports: [{protocol: TCP, port: {{ (urlParse .Values.externalRedis.url).host | regexFind ":[0-9]+$" | trimPrefix ":" | default "6379" }}}]
 {{- end }}
 
-{{/* Never without ports, which would be all: `helm upgrade --reuse-values` knows no value that is new. */}}
+{{/* The ports have a default here, too: `helm upgrade --reuse-values` leaves out values that a new chart adds,
+     and a rule without ports allows all ports. */}}
 {{- define "nexrl.apiServerEgress" -}}
 - ports:
     {{- range .Values.networkPolicy.apiServerPorts | default (list 443 6443) }}
@@ -145,7 +146,7 @@ priorityClassName: {{ . }}
   {{- end }}
 {{- end }}
 
-{{/* What pods of experiments may call besides each other and DNS: Redis, the API server, what the values add. */}}
+{{/* What pods of experiments may call besides each other and DNS: Redis, the API server, and networkPolicy.experimentEgress. */}}
 {{- define "nexrl.experimentEgress" -}}
 {{- if .Values.redis.enabled }}
 - to:
@@ -163,7 +164,8 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* Who else has the definition of Experiment; empty for nobody. Helm refuses what another release has: it is left to that one. */}}
+{{/* Another owner of the CRD Experiment, in words; empty if there is none. Helm fails if two releases have the same object, so this
+     release then leaves the CRD out. */}}
 {{- define "nexrl.definitionOwner" -}}
 {{- with lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "experiments.nexrl.dev" }}
 {{- $annotations := .metadata.annotations | default dict }}

@@ -1,4 +1,4 @@
-"""Who is alive, what each module is doing, and whether anything is in flight."""
+"""Which modules are alive, what each of them does, and whether any work is in flight."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from nexrl_controller.changes import Changes
 
 MAX_MODULES = 4096
 MAX_WORK = 65_536
-"""Pieces of work in flight of one module."""
+"""Limit of pieces of work in flight in one module."""
 ROLLOUT_ROLE = "rollout"
 
 
@@ -19,15 +19,15 @@ class Work:
 
     token: str
     activity: str
-    """What is done, as 'train'."""
+    """Such as 'train'."""
     start_unix_seconds: float
     waiting_on: str = ""
-    """The component that it waits on; empty when it does not wait."""
+    """The component that it waits on; empty if it does not wait."""
 
 
 @dataclass
 class Module:
-    """One module, as it last told about itself."""
+    """One module, as its last heartbeat describes it."""
 
     name: str
     role: str = ""
@@ -40,7 +40,10 @@ class Module:
 
 
 class Activity:
-    """All modules ever heard of. A module that is silent for `timeout_seconds` is dead, and its work with it."""
+    """All modules that ever sent a heartbeat or started work.
+
+    A module that is silent for `timeout_seconds` is dead, and its work has ended.
+    """
 
     def __init__(self, now: Callable[[], float], timeout_seconds: float) -> None:
         self._now = now
@@ -50,65 +53,65 @@ class Activity:
 
     @property
     def modules(self) -> Sequence[Module]:
-        """All modules ever heard of."""
+        """All modules, dead or alive."""
         return list(self._modules.values())
 
     def silent_seconds(self, module: Module) -> float:
-        """Seconds since `module` was last heard of."""
+        """Seconds since the last message of `module`."""
         return max(0.0, self._now() - module.heard_unix_seconds)
 
     def heartbeat(self, module: Module, work: Iterable[Work]) -> None:
-        """Enter `module` or renew it; `work` is all that it does now.
+        """Add `module` or renew it; `work` is all its work in flight.
 
-        Raises ResourceExhaustedError when there are too many modules, or too much work.
+        Raises ResourceExhaustedError if there are too many modules or too many pieces of work.
         """
-        known = self._enter(module.name)
+        known = self._renew(module.name)
         known.role, known.address, known.metrics_url = module.role, module.address, module.metrics_url
         known.work = _within_limit(module.name, {piece.token: piece for piece in work})
         self._changes.announce()
 
     def start_work(self, module_name: str, token: str, activity: str) -> None:
-        """Begin a piece of work; a token that is in flight already is the same piece.
+        """Start a piece of work. Idempotent: a token that is in flight stays the same piece.
 
-        Raises ResourceExhaustedError when there are too many modules, or too much work.
+        Raises ResourceExhaustedError if there are too many modules or too many pieces of work.
         """
-        module = self._enter(module_name)
+        module = self._renew(module_name)
         piece = Work(token, activity, self._now())
         module.work = _within_limit(module_name, {token: piece, **module.work})
 
     def end_work(self, token: str) -> None:
-        """End a piece of work; an unknown token is ignored."""
+        """End a piece of work. Ignores an unknown token."""
         for module in self._modules.values():
             if module.work.pop(token, None):
                 self._changes.announce()
 
-    def bury(self, module_name: str) -> None:
-        """The module's process has ended: it is not alive and does nothing, until it is heard of again."""
+    def mark_dead(self, module_name: str) -> None:
+        """Mark a module as dead and without work, until its next message."""
         module = self._modules.get(module_name)
         if module is not None:
             module.is_alive = False
             module.work = {}
             self._changes.announce()
 
-    def bury_silent(self) -> list[str]:
-        """Bury the modules that have just been silent for too long; gives their names, each once per death."""
+    def mark_silent_dead(self) -> list[str]:
+        """Mark the modules that have been silent for too long as dead; returns their names, once for each death."""
         silent = [
             module.name
             for module in self._modules.values()
             if module.is_alive and self.silent_seconds(module) > self.timeout_seconds
         ]
         for name in silent:
-            self.bury(name)
+            self.mark_dead(name)
         return silent
 
     def is_quiescent(self, rollout_only: bool = False) -> bool:
-        """True when nothing is in flight in all modules, or in the rollout workers."""
+        """Return whether no work is in flight in any module, or in any rollout worker."""
         return not any(
             module.work for module in self._modules.values() if module.role == ROLLOUT_ROLE or not rollout_only
         )
 
     async def wait_quiescent(self, rollout_only: bool, wait_seconds: float) -> bool:
-        """Wait until nothing is in flight, at most `wait_seconds`; whether it came to that."""
+        """Wait at most `wait_seconds` until no work is in flight; returns whether none is."""
         try:
             async with asyncio.timeout(wait_seconds):
                 while not self.is_quiescent(rollout_only):
@@ -118,12 +121,12 @@ class Activity:
         return True
 
     def summary(self) -> str:
-        """What runs, for people: one line a module."""
-        return "\n".join(f"{module.name}: {self._told(module)}" for module in self._modules.values())
+        """Return what each module does, for people, one line for each."""
+        return "\n".join(f"{module.name}: {self._described(module)}" for module in self._modules.values())
 
-    def _told(self, module: Module) -> str:
+    def _described(self, module: Module) -> str:
         if not module.is_alive:
-            return f"not alive, last heard of {self.silent_seconds(module):.0f} s ago"
+            return f"not alive, last message {self.silent_seconds(module):.0f} s ago"
         if not module.work:
             return "idle"
         counts: dict[tuple[str, str], list[float]] = {}
@@ -135,9 +138,9 @@ class Activity:
             for (activity, waiting_on), starts in counts.items()
         )
 
-    def _enter(self, name: str) -> Module:
+    def _renew(self, name: str) -> Module:
         if name not in self._modules and len(self._modules) >= MAX_MODULES:
-            raise ResourceExhaustedError(f"module {name}: there are {MAX_MODULES} modules already, which is the limit")
+            raise ResourceExhaustedError(f"module.name: cannot add {name}; at most {MAX_MODULES} modules are allowed")
         module = self._modules.setdefault(name, Module(name))
         module.heard_unix_seconds = self._now()
         module.is_alive = True
@@ -146,5 +149,7 @@ class Activity:
 
 def _within_limit(module_name: str, work: dict[str, Work]) -> dict[str, Work]:
     if len(work) > MAX_WORK:
-        raise ResourceExhaustedError(f"module {module_name}: {len(work)} pieces of work; the limit is {MAX_WORK}")
+        raise ResourceExhaustedError(
+            f"module.work: {module_name} has {len(work)} pieces of work; at most {MAX_WORK} are allowed"
+        )
     return work

@@ -1,16 +1,16 @@
-"""A wake-up for everyone who waits for the next change of something."""
+"""Wakes up all tasks that wait for the next change of something."""
 
 import asyncio
 
 
 class Changes:
-    """Announces a change. Check the fact, then wait: on one event loop, nothing can slip in between."""
+    """Announces changes. Check the fact, then wait: on one event loop, no change can be missed in between."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     def announce(self) -> None:
-        """Wake up everyone who waits now."""
+        """Wake up all tasks that wait now."""
         self._next.set()
         self._next = asyncio.Event()
 

@@ -1,7 +1,7 @@
-"""One experiment as it runs: its state, what its components do, its errors and its metrics.
+"""One running experiment: its state, what its components do, its errors and its metrics.
 
-Every change of the state goes through `apply`: saved in Redis first, shown second, so that a controller that is killed
-at any instruction goes on where its last answer left it.
+Every change of the state goes through `apply`, which saves it in Redis before it answers. A controller that is killed
+at any instruction continues from its last answer.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from nexrl_controller.events import (
     ErrorReported,
     Event,
     MetricsPosted,
+    StallDeadlineExceeded,
     Stalled,
     Started,
     StopRequested,
@@ -36,9 +37,9 @@ log = logging.getLogger(__name__)
 
 ROLE = "controller"
 WATCH_INTERVAL_SECONDS = 0.2
-"""A watcher is sent a state at most this often; states in between are left out."""
+"""Shortest time between two states that a watcher is sent; it does not get the states in between."""
 STOP_SECONDS = 60.0
-"""Longest time that components have to stop; then the experiment ends without them."""
+"""Longest time for components to stop; after it, the experiment ends without them."""
 STALL_SECONDS = 60.0
 """Shortest time without a training step that may count as a stall."""
 STALL_FACTOR = 3.0
@@ -47,7 +48,7 @@ MAX_REMEMBERED_REQUESTS = 4096
 
 
 class Controller:
-    """Use after `start`."""
+    """Call `start` before anything else."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Controller:
         self._is_closed = False
         self._posted: dict[str, None] = {}
         self._progress_unix_seconds = now()
+        self._step_unix_seconds = now()
         self._longest_step_seconds = 0.0
 
     @property
@@ -79,16 +81,16 @@ class Controller:
         return self._state
 
     async def start(self) -> None:
-        """Take up the experiment where the last controller left it, or begin it."""
+        """Continue from the state that the last controller saved, or begin a new experiment."""
         self._state = await self._store.load() or self._state
         await self.apply(Started(self._is_suspended))
         self._show()
 
     async def apply(self, event: Event) -> State:
-        """Advance the state by `event`; gives the state after it.
+        """Advance the state by `event` and return the new state.
 
-        Raises IllegalTransitionError when the event makes no sense now, UnavailableError when Redis cannot be reached;
-        the old state stands in both cases.
+        Raises IllegalTransitionError if the event is not allowed now, UnavailableError if Redis cannot be reached. Both
+        leave the state unchanged.
         """
         async with self._lock:
             before, after = self._state, advance(self._state, event, self.rules)
@@ -103,7 +105,7 @@ class Controller:
         return after
 
     async def watch(self) -> AsyncIterator[State]:
-        """The state, and again at every change, until `end_watches`."""
+        """Yield the state, then the state after each change, until `end_watches`."""
         while not self._is_closed:
             state = self._state
             yield state
@@ -112,29 +114,29 @@ class Controller:
                 await self._changes.wait()
 
     async def wait_for_phase(self, *phases: Phase) -> None:
-        """Return once the experiment is in one of `phases`."""
+        """Wait until the experiment is in one of `phases`."""
         while self._state.phase not in phases:
             await self._changes.wait()
 
     def end_watches(self) -> None:
-        """End all watches, now and from now on."""
+        """End all watches, and every later one at once."""
         self._is_closed = True
         self._changes.announce()
 
     async def close(self) -> None:
-        """Write what the logging backends still hold."""
+        """Close the logging backends, which write what they still hold."""
         for backend in self._backends:
             backend.close()
 
     async def heartbeat(self, module: Module, work: Sequence[Work]) -> float:
-        """A module is alive; gives the seconds within which the next heartbeat is due."""
+        """Record a heartbeat; returns the seconds until the next one is due."""
         self.activity.heartbeat(module, work)
         if module.name in self._state.restarting:
             await self.apply(ComponentAlive(module.name))
         return self.health.check_interval_seconds
 
     async def post_metrics(self, request_id: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics that were measured after `step` optimizer steps; a repeated request is ignored."""
+        """Record metrics that were measured after `step` optimizer steps. Idempotent by `request_id`."""
         if request_id in self._posted:
             return
         now = self._now()
@@ -144,6 +146,8 @@ class Controller:
                 backend.post(step, now, shown)
         if step > self._state.step > 0:
             self._longest_step_seconds = max(self._longest_step_seconds, now - self._progress_unix_seconds)
+        if step > self._state.step:
+            self._step_unix_seconds = now
         self._progress_unix_seconds = now
         await self.apply(MetricsPosted(step, metrics))
         self._posted[request_id] = None
@@ -151,7 +155,7 @@ class Controller:
             del self._posted[next(iter(self._posted))]
 
     async def report_error(self, report: ErrorReport) -> str:
-        """Record an error, and end the experiment if its policy says so; gives the error's id."""
+        """Record an error, and end the experiment if its policy says so. Returns the error's id."""
         ERRORS.labels(report.severity.name).inc()
         error_id = self.errors.record(report)
         await self.apply(ErrorReported(report.severity, report.module, report.message))
@@ -163,10 +167,10 @@ class Controller:
         await self.report_error(ErrorReport(error_id, ROLE, work_context, severity, message))
 
     async def report_exit(self, event: ComponentExited) -> Verdict:
-        """A component's process has ended: what to do about it. A repeated request gets the first answer."""
+        """Record a component's exit; returns whether to restart it. A repeated request gets the first answer."""
         had_outcome = self._state.outcome is not None
         after = await self.apply(event)
-        self.activity.bury(event.component)
+        self.activity.mark_dead(event.component)
         verdict = after.exits[event.component].verdict
         if verdict.restart:
             RESTARTS.labels(event.component).inc()
@@ -177,12 +181,12 @@ class Controller:
         return verdict
 
     async def stop(self, why: str) -> None:
-        """End the experiment; nothing happens when it ends already."""
+        """End the experiment, unless it is ending already."""
         await self.apply(StopRequested(why))
 
     async def check_health(self) -> None:
-        """Report modules that fell silent, and a stall; once each."""
-        silent = self.activity.bury_silent()
+        """Report each module that fell silent and each stall, once."""
+        silent = self.activity.mark_silent_dead()
         if self._state.outcome is not None:
             await self._end_if_stopped()
             return
@@ -192,19 +196,19 @@ class Controller:
         await self._check_stall()
 
     async def run_health_checks(self) -> None:
-        """Check the health at the interval of the experiment, for as long as the task lives."""
+        """Check the health at the interval that the experiment sets, until the task is cancelled."""
         while True:
             await asyncio.sleep(self.health.check_interval_seconds)
             await self.check_health()
 
     async def bound_stop(self) -> None:
-        """End the experiment when its components take too long to stop."""
+        """End the experiment if its components take longer than STOP_SECONDS to stop."""
         await self.wait_for_phase(Phase.STOPPING, *TERMINAL)
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self.wait_for_phase(*TERMINAL)
         except TimeoutError:
-            log.warning("components still run after %g s:\n%s", STOP_SECONDS, self.activity.summary())
+            log.warning("components are still running after %g s:\n%s", STOP_SECONDS, self.activity.summary())
             await self.apply(ComponentsStopped())
 
     async def _end_if_stopped(self) -> None:
@@ -213,9 +217,17 @@ class Controller:
             await self.apply(ComponentsStopped())
 
     async def _check_stall(self) -> None:
+        deadline_seconds = self.health.stall_deadline_seconds
+        if self._now() - self._step_unix_seconds >= deadline_seconds:
+            blocked = (
+                find_stall(self.activity.modules, self._step_unix_seconds) or f"last message: {self._state.message}"
+            )
+            limit = f"{deadline_seconds:g} s, which is monitor.health.stallDeadlineSeconds"
+            await self.apply(StallDeadlineExceeded(f"no new step for {limit}; {blocked}"))
+            return
         idle_seconds = self._now() - self._progress_unix_seconds
         limit_seconds = max(STALL_SECONDS, STALL_FACTOR * self._longest_step_seconds)
-        # Before the first version is served all wait for models that are being loaded, however long that takes.
+        # Before the first version is served, all components wait for models to load, which may take any time.
         if idle_seconds < limit_seconds or self._state.reason == STALLED or not self._state.has_version:
             return
         stall = find_stall(self.activity.modules, self._progress_unix_seconds)

@@ -1,4 +1,4 @@
-"""The errors that components report: the newest ones, and the health that they add up to."""
+"""The newest errors that components have reported, and the health that follows from them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ MAX_DETAILS = 64
 
 
 class Severity(IntEnum):
-    """How bad an error is; the numbers are those of the protocol."""
+    """The severity of an error; the numbers are those of the protocol."""
 
     INFO = 1
     WARNING = 2
@@ -26,7 +26,7 @@ class ErrorReport:
     """One error."""
 
     error_id: str
-    """Unique; chosen by the sender, so that a report that is sent twice is kept once."""
+    """Unique. The sender chooses it, so that a report that is sent twice is kept once."""
     module: str
     work_context: str
     """What the module was doing."""
@@ -36,12 +36,12 @@ class ErrorReport:
     exception_type: str = ""
     exception_traceback: str = ""
     unix_seconds: float = 0.0
-    """When it was recorded; filled in by the log."""
+    """When the log recorded it."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """What the errors of the last five minutes add up to."""
+    """A summary of the errors of the last five minutes."""
 
     status: str
     """'healthy', 'warning' or 'error'."""
@@ -54,7 +54,7 @@ class Health:
 
 
 class ErrorLog:
-    """The newest `limit` errors, in memory: the log files of the components keep all of them."""
+    """The newest `limit` errors, in memory. The log files of the components contain all of them."""
 
     def __init__(self, now: Callable[[], float], limit: int = MAX_ERRORS) -> None:
         self._now = now
@@ -62,13 +62,13 @@ class ErrorLog:
         self._reports: dict[str, ErrorReport] = {}
 
     def record(self, report: ErrorReport) -> str:
-        """Keep `report`, cut to the limits, once; gives its id."""
+        """Keep `report`, cut to the limits; returns its id. Idempotent by error id."""
         if report.error_id not in self._reports:
             self._reports[report.error_id] = replace(
                 report,
                 unix_seconds=self._now(),
                 message=report.message[:MAX_MESSAGE_CHARACTERS],
-                # The end of a traceback says what happened; its beginning only how one came there.
+                # Keep the end of a traceback: it contains the error itself.
                 exception_traceback=report.exception_traceback[-MAX_TRACEBACK_CHARACTERS:],
                 details=dict(islice(report.details.items(), MAX_DETAILS)),
             )
@@ -77,11 +77,11 @@ class ErrorLog:
         return report.error_id
 
     def newest(self, count: int) -> list[ErrorReport]:
-        """The newest errors, newest first."""
+        """Return the newest errors, newest first."""
         return list(islice(reversed(self._reports.values()), count))
 
     def health(self) -> Health:
-        """Health by the errors of the last five minutes."""
+        """Return the health that follows from the errors of the last five minutes."""
         since = self._now() - HEALTH_WINDOW_SECONDS
         recent = [report for report in self._reports.values() if report.unix_seconds > since]
         errors = sum(report.severity >= Severity.ERROR for report in recent)

@@ -1,6 +1,6 @@
-"""What can happen to an experiment: each event knows the facts that it changes (`after`).
+"""The events in the life of an experiment. The method `after` of each returns the state with the facts that it changes.
 
-Use `lifecycle.advance`, which also decides when an experiment is complete and refuses what is illegal.
+Call `lifecycle.advance` instead: it also decides when an experiment is complete, and refuses illegal transitions.
 """
 
 from collections.abc import Mapping
@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Protocol
 
-from nexrl.errors import InvalidArgumentError
+from nexrl.errors import InvalidArgumentError, LeaseLostError, UnavailableError
+from nexrl_controller.attempts import Count, FailedAttempt, is_reported, moved, reaches, report
 from nexrl_controller.error_log import Severity
 from nexrl_controller.state import ExitRecord, IllegalTransitionError, Phase, Rules, State, Verdict
 
 TRAINING_COMPLETE = "training_complete"
-"""Name of the metric with which the trainer says that its last checkpoint is written."""
+"""The trainer posts a metric of this name when its last checkpoint is written."""
+CHECKPOINTED_STEPS = "checkpointed_steps"
+"""The trainer posts a metric of this name with each step: how many steps its newest checkpoint contains."""
+UNCOUNTED_EXITS = (UnavailableError.exit_code, LeaseLostError.exit_code)
+"""A peer such as Redis is unreachable, or Redis has lost its last writes. A restart after these is not counted."""
 
 STALLED = "Stalled"
 FIRST_BACKOFF_SECONDS = 0.5
@@ -24,15 +29,15 @@ MAX_LOG_CHARACTERS = 4000
 
 
 class Event(Protocol):
-    """Something that happened."""
+    """One event."""
 
     def after(self, state: State, rules: Rules) -> State:
-        """The state after the event. Raises IllegalTransitionError when the event makes no sense in `state`."""
+        """Return the state after the event. Raises IllegalTransitionError if `state` does not allow the event."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """The controller's process began, for the first time or again."""
+    """The controller's process has started, for the first time or again."""
 
     is_suspended: bool
     """The experiment's `spec.suspend`."""
@@ -40,10 +45,12 @@ class Started:
     def after(self, state: State, rules: Rules) -> State:
         if state.outcome is not None:
             return state
+        # User code may have been repaired during a suspension, of which the controller of a cluster does not know.
+        state = replace(state, attempts=None, failing_samples="")
         if not self.is_suspended:
             message = "waiting for the first committed policy version"
             return replace(state, is_started=True, is_suspended=False, reason="ComponentsStarting", message=message)
-        # What ran before the pause comes back as a fresh start.
+        # The components that ran before the pause start from scratch after it.
         return replace(
             state,
             is_started=True,
@@ -70,33 +77,33 @@ class VersionCommitted:
 
 @dataclass(frozen=True)
 class ValidationStarted:
-    """The committed version `version` is measured from now on."""
+    """The validation of the committed version `version` has started."""
 
     version: int
 
     def after(self, state: State, rules: Rules) -> State:
         _require(state.outcome is None and not state.is_suspended and state.has_version, state, self)
         _require(state.validating_version in (None, self.version) and self.version <= state.policy_version, state, self)
-        message = f"policy version {self.version} is measured"
+        message = f"policy version {self.version} is being validated"
         return replace(state, validating_version=self.version, reason="ValidationDue", message=message)
 
 
 @dataclass(frozen=True)
 class ValidationEnded:
-    """The measurement of `version` is over, well or not."""
+    """The validation of `version` has ended, with success or not."""
 
     version: int
 
     def after(self, state: State, rules: Rules) -> State:
         _require(state.validating_version == self.version, state, self)
         validated = max(self.version, state.validated_version)
-        message = f"policy version {self.version} was measured"
+        message = f"policy version {self.version} was validated"
         return replace(state, validating_version=None, validated_version=validated, reason="Training", message=message)
 
 
 @dataclass(frozen=True)
 class FoundValidated:
-    """A run that goes on has found `version` committed and not held: whatever was due up to it has been measured."""
+    """A resumed run has found `version` committed and not held: all validations up to it were made."""
 
     version: int
 
@@ -106,7 +113,7 @@ class FoundValidated:
 
 @dataclass(frozen=True)
 class MetricsPosted:
-    """A component gave metrics, measured after `step` optimizer steps."""
+    """A component has posted metrics that were measured after `step` optimizer steps."""
 
     step: int
     metrics: Mapping[str, float]
@@ -119,9 +126,10 @@ class MetricsPosted:
             state,
             step=max(state.step, self.step),
             metrics=dict([*older, *fresh.items()][-MAX_METRICS:]),
+            checkpointed_steps=max(state.checkpointed_steps, int(self.metrics.get(CHECKPOINTED_STEPS, 0))),
             is_trained=state.is_trained or TRAINING_COMPLETE in self.metrics,
             reason="Training" if is_stalled else state.reason,
-            message="training goes on" if is_stalled else state.message,
+            message="training continues" if is_stalled else state.message,
         )
         if after.is_trained and after.step < rules.total_steps and after.outcome is None:
             message = f"the data ended after {after.step} of {rules.total_steps} steps"
@@ -131,7 +139,7 @@ class MetricsPosted:
 
 @dataclass(frozen=True)
 class ComponentAlive:
-    """A heartbeat of `component` came in."""
+    """`component` has sent a heartbeat."""
 
     component: str
 
@@ -142,10 +150,10 @@ class ComponentAlive:
 
 @dataclass(frozen=True)
 class ComponentExited:
-    """The process of `component` ended. The verdict is in the state's `exits`."""
+    """The process of `component` has ended. The verdict is in the state's `exits`."""
 
     request_id: str
-    """Not empty. The same report, sent again, changes nothing."""
+    """Not empty. A repeated report changes nothing."""
     component: str
     exit_code: int
     """Negative for the signal that ended it."""
@@ -158,12 +166,17 @@ class ComponentExited:
         if state.outcome is not None or state.is_suspended or (state.is_trained and self.exit_code == 0):
             return self._recorded(state, last, Verdict(restart=False))
         if self.exit_code == InvalidArgumentError.exit_code:
-            why = "its configuration is wrong, so that it is not started again"
+            why = "its configuration is wrong, so it is not restarted"
             return self._failed(state, last, "BadConfiguration", why)
-        if last.restarts >= rules.max_restarts:
-            why = f"it was started again {last.restarts} times already, which is the limit"
-            return self._failed(state, last, "ComponentFailed", why)
-        return self._restarted(state, last, rules)
+        if state.checkpointed_steps > last.checkpointed_steps:
+            last = replace(last, checkpointed_steps=state.checkpointed_steps, counted=0)
+        if self.exit_code in UNCOUNTED_EXITS:
+            return self._restarted(state, last, "a restart after this exit code is not counted")
+        if last.counted >= rules.max_restarts:
+            limit = f"{last.counted} times without a new checkpoint, the limit of failurePolicy.maxRestarts"
+            return self._failed(state, last, "ComponentFailed", f"it was restarted {limit}")
+        last = replace(last, counted=last.counted + 1)
+        return self._restarted(state, last, f"restart {last.counted} of {rules.max_restarts} without a new checkpoint")
 
     def _recorded(self, state: State, last: ExitRecord, verdict: Verdict) -> State:
         record = replace(last, request_id=self.request_id, verdict=verdict)
@@ -175,16 +188,16 @@ class ComponentExited:
         state = self._recorded(state, last, Verdict(restart=False))
         return state.ending(Phase.FAILED, reason, message)
 
-    def _restarted(self, state: State, last: ExitRecord, rules: Rules) -> State:
-        # One that was heard of since its last restart had come back: a long run may lose it now and then.
+    def _restarted(self, state: State, last: ExitRecord, count: str) -> State:
+        # A heartbeat since the last restart resets the backoff: in a long run a component may fail now and then.
         in_a_row = last.in_a_row + 1 if self.component in state.restarting else 1
-        restarts, delay_seconds = last.restarts + 1, backoff_seconds(in_a_row)
-        last = replace(last, restarts=restarts, in_a_row=in_a_row)
+        delay_seconds = backoff_seconds(in_a_row)
+        last = replace(last, restarts=last.restarts + 1, in_a_row=in_a_row)
         return replace(
             self._recorded(state, last, Verdict(restart=True, delay_seconds=delay_seconds)),
             restarting=state.restarting | {self.component},
             reason="ComponentExited",
-            message=f"{self._ending()}; restart {restarts} of {rules.max_restarts} in {delay_seconds:g} s",
+            message=f"{self._ending()}; it restarts in {delay_seconds:g} s; {count}",
         )
 
     def _ending(self) -> str:
@@ -196,7 +209,7 @@ class ComponentExited:
 
 @dataclass(frozen=True)
 class ErrorReported:
-    """A component reported an error."""
+    """A component has reported an error."""
 
     severity: Severity
     module: str
@@ -210,8 +223,27 @@ class ErrorReported:
 
 
 @dataclass(frozen=True)
+class AttemptsCounted:
+    """The trajectory pool has counted the attempts at samples."""
+
+    count: Count
+    last_failure: FailedAttempt | None
+
+    def after(self, state: State, rules: Rules) -> State:
+        if state.outcome is not None or state.is_suspended:
+            return state
+        window = moved(state.attempts, self.count, rules.failure_window)
+        told = report(window, self.last_failure) if self.last_failure else ""
+        state = replace(state, attempts=window, failing_samples=told if is_reported(window) else "")
+        limit = rules.max_failure_ratio
+        if limit is None or not reaches(window, rules.failure_window, limit):
+            return state
+        return state.ending(Phase.FAILED, "SamplesFailing", f"{told}; the limit is rollout.maxFailureRatio, {limit:g}")
+
+
+@dataclass(frozen=True)
 class Stalled:
-    """Nothing moves; `message` names the blocking edge."""
+    """No component makes progress; `message` names the edge that blocks."""
 
     message: str
 
@@ -222,8 +254,20 @@ class Stalled:
 
 
 @dataclass(frozen=True)
+class StallDeadlineExceeded:
+    """No training step was made for too long; `message` says for how long, and what blocks."""
+
+    message: str
+
+    def after(self, state: State, rules: Rules) -> State:
+        if state.outcome is not None or state.is_suspended:
+            return state
+        return state.ending(Phase.FAILED, "StallDeadlineExceeded", self.message)
+
+
+@dataclass(frozen=True)
 class StopRequested:
-    """The user asks for the end; `why` is for people."""
+    """The user stops the experiment; `why` is for people."""
 
     why: str
 
@@ -231,12 +275,12 @@ class StopRequested:
         if state.outcome is not None:
             return state
         outcome = Phase.SUCCEEDED if state.is_trained else Phase.FAILED
-        return state.ending(outcome, "Stopped", self.why or "the user asked for it")
+        return state.ending(outcome, "Stopped", self.why or "the user stopped it")
 
 
 @dataclass(frozen=True)
 class ComponentsStopped:
-    """No component runs any more."""
+    """All components have stopped."""
 
     def after(self, state: State, rules: Rules) -> State:
         _require(state.outcome is not None, state, self)
@@ -244,10 +288,10 @@ class ComponentsStopped:
 
 
 def backoff_seconds(in_a_row: int) -> float:
-    """Seconds to wait before the n-th restart of a component in a row, n from 1."""
+    """Seconds to wait before restart number `in_a_row` of a component without a heartbeat in between; counts from 1."""
     return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(in_a_row - 1, 16), MAX_BACKOFF_SECONDS)
 
 
 def _require(condition: bool, state: State, event: Event) -> None:
     if not condition:
-        raise IllegalTransitionError(f"{event}: not possible while {state.phase} ({state.reason})")
+        raise IllegalTransitionError(f"{event}: not allowed in phase {state.phase} ({state.reason})")

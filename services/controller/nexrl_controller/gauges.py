@@ -1,4 +1,4 @@
-"""What Prometheus sees of the controller, besides the metrics of training (`logging_backends`)."""
+"""The controller's own Prometheus metrics; `logging_backends` has those of training."""
 
 from prometheus_client import Counter, Enum, Gauge
 

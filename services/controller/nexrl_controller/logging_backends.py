@@ -1,6 +1,6 @@
-"""Where the metrics of an experiment go: a file, Prometheus, Weights & Biases.
+"""Sends the metrics of an experiment to a file, to Prometheus and to Weights & Biases.
 
-The live view on the console is the launcher's: it follows WatchExperiment.
+The launcher draws the live view on the console from WatchExperiment.
 """
 
 import importlib
@@ -14,9 +14,8 @@ from typing import Any, Protocol
 from prometheus_client import Gauge
 
 from nexrl.errors import InvalidArgumentError
+from nexrl.run_layout import METRICS_FILE
 from nexrl.spec import Experiment
-
-METRICS_FILE = "metrics.jsonl"
 
 PROMETHEUS_NAMES = frozenset(
     {
@@ -34,23 +33,23 @@ PROMETHEUS_NAMES = frozenset(
         "zero_variance_group_fraction",
     }
 )
-"""Metrics that Prometheus gets. A fixed list: names that users invent must not become labels without bound."""
+"""Metrics that Prometheus gets. The list is fixed: names that users choose would create labels without limit."""
 
 METRIC = Gauge("nexrl_metric", "Newest value of a training metric.", ["name"])
 
 
 class LoggingBackend(Protocol):
-    """Takes the metrics of an experiment."""
+    """Records the metrics of an experiment."""
 
     def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
         """Record metrics that were measured after `step` optimizer steps."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write what has not been written yet."""
 
 
 def open_backends(experiment: Experiment, run_dir: Path) -> list[LoggingBackend]:
-    """The backends of the experiment. Raises InvalidArgumentError for one whose package is not installed."""
+    """Open the backends of the experiment. Raises InvalidArgumentError if the package of one is not installed."""
     backends: list[LoggingBackend] = [PrometheusBackend()]
     if "jsonl" in experiment.spec.logger.backends:
         backends.append(JsonlBackend(run_dir / METRICS_FILE))
@@ -60,16 +59,16 @@ def open_backends(experiment: Experiment, run_dir: Path) -> list[LoggingBackend]
 
 
 class JsonlBackend:
-    """Appends one JSON object a line: step, time (Unix seconds) and the metrics; null for a value that is not finite.
+    """Appends one JSON object per line: step, time (Unix seconds) and the metrics; null for a value that is not finite.
 
-    A step can have several lines (training, validation) and, after a restart, the same line again: a reader merges the
-    lines of a step in their order, so that the last value of each name counts.
+    A step can have several lines (training, validation) and, after a restart, the same line again. A reader merges the
+    lines of a step in order: the last value of each name counts.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
-        # Unbuffered: a line is in the file, whole, before the post is answered.
+        # Unbuffered: the whole line is in the file before the request is answered.
         self._file = path.open("ab", buffering=0)
 
     def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
@@ -84,7 +83,7 @@ class JsonlBackend:
 
 
 class PrometheusBackend:
-    """Gauge nexrl_metric{name}, for the names in PROMETHEUS_NAMES."""
+    """Sets the gauge nexrl_metric{name} for the names in PROMETHEUS_NAMES."""
 
     def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
         """Set the gauges."""
@@ -103,10 +102,11 @@ class WandbBackend:
             wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise InvalidArgumentError(
-                "logger.backends: wandb is not installed; pip install wandb, or leave it out"
+                "logger.backends: wandb is not installed; run `pip install wandb`, or remove wandb from the list"
             ) from None
         self._run = wandb.init(project=project, name=experiment, id=experiment, resume="allow", dir=os.fspath(run_dir))
-        # W&B drops what comes with an older step of its own; as a metric, a step that is made again is kept.
+        # W&B drops metrics with an older step than the newest. With the step as a metric, it keeps those of a step that
+        # the trainer replays.
         self._run.define_metric("*", step_metric="step")
 
     def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
@@ -119,7 +119,7 @@ class WandbBackend:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Drop the end of a line that a crash of the machine cut short."""
+    """Drop an incomplete last line, which a crash of the machine leaves behind."""
     if path.exists():
         with path.open("rb+") as file:
             written = file.read()

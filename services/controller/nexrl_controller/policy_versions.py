@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 async def follow_policy_versions(
     controller: Controller, weight_sync: "WeightSyncServiceAsyncStub", model_tag: str
 ) -> None:
-    """Tell the controller of every commit, for as long as the task lives.
+    """Apply every commit to the controller's state, until the task is cancelled.
 
-    The version of a run that is resumed was committed long ago: it counts once a replica serves it.
+    A resumed run starts with a committed version, which counts only when a replica serves it.
     """
     async for seen in watch(weight_sync.WatchReplicas, pb.WatchReplicasRequest(model_tag=model_tag)):
         is_served = controller.state.has_version or any(replica.ready for replica in seen.replicas)

@@ -1,4 +1,4 @@
-"""How long a shared Redis keeps the keys of an experiment: while it goes on, and some time after it has ended."""
+"""Sets how long a shared Redis keeps the keys of an experiment: while it runs, and for some time after its end."""
 
 import asyncio
 import logging
@@ -12,11 +12,11 @@ from nexrl_controller.state_store import StateStore
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 600.0
-"""Whatever was written after the end, as by a component that did not stop in time, gets an end within it."""
+"""Time between two sweeps. A component that did not stop in time may write keys without a TTL after the first one."""
 
 
 class Retention:
-    """Gives the keys an end when the experiment has ended. `ttl_seconds`: None for never."""
+    """Sets the TTL of the keys when the experiment has ended. `ttl_seconds`: None keeps them for ever."""
 
     def __init__(self, redis: Redis, controller: Controller, ledger: str, ttl_seconds: int | None) -> None:
         self._redis = redis
@@ -25,24 +25,24 @@ class Retention:
         self._ttl_seconds = ttl_seconds
 
     async def begin(self) -> None:
-        """Keep what is there of an experiment that goes on. Raises UnavailableError."""
+        """Remove the TTL of all keys, unless the experiment has ended. Raises UnavailableError."""
         if self._controller.state.phase not in TERMINAL:
             await keep_experiment(self._redis, self._ledger)
 
     async def sweep(self) -> None:
-        """Once the experiment has ended, give an end to each key that has none. Raises UnavailableError."""
+        """Set the TTL of each key that has none, if the experiment has ended. Raises UnavailableError."""
         if self._ttl_seconds is None or self._controller.state.phase not in TERMINAL:
             return
         await expire_experiment(self._redis, self._ledger, self._ttl_seconds)
-        # A controller that is started again must still find that all is over.
+        # Renew the TTL of the state: a controller that restarts must find that the experiment has ended.
         await self._redis.expire(StateStore(self._redis, self._ledger).key, self._ttl_seconds)
 
     async def run(self) -> None:
-        """Sweep again and again, for as long as the task lives."""
+        """Sweep every SWEEP_SECONDS after the end, until the task is cancelled."""
         await self._controller.wait_for_phase(*TERMINAL)
         while True:
             try:
                 await self.sweep()
             except UnavailableError as error:
-                log.warning("keys get their end later: %s", error)
+                log.warning("cannot set the TTL of the keys, retrying later: %s", error)
             await asyncio.sleep(SWEEP_SECONDS)

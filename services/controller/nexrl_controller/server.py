@@ -7,8 +7,10 @@ from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.store import START_SECONDS, Redis, connect_redis
 from nexrl.v1.activity_service_pb2_grpc import add_ActivityServiceServicer_to_server
 from nexrl.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
+from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from nexrl_controller.attempt_counts import follow_attempts
 from nexrl_controller.controller import ROLE, Controller
 from nexrl_controller.logging_backends import open_backends
 from nexrl_controller.policy_versions import follow_policy_versions
@@ -51,22 +53,26 @@ async def _retain(process: ServiceProcess, controller: Controller, redis: Redis)
     )
     await retention.begin()
     process.spawn(retention.run())
-    process.on_close(retention.sweep)  # on one machine the controller is the last to stop: nobody writes any more
+    process.on_close(retention.sweep)  # on one machine the controller stops last, so no component writes after this
 
 
 def _follow_training(process: ServiceProcess, controller: Controller) -> None:
     settings, spec = process.settings, process.experiment.spec
     if not settings.weight_sync or not settings.trajectory_pool:
-        raise InvalidArgumentError("settings: the controller needs NEXRL_WEIGHT_SYNC and NEXRL_TRAJECTORY_POOL")
+        raise InvalidArgumentError(
+            "settings: the controller requires NEXRL_WEIGHT_SYNC and NEXRL_TRAJECTORY_POOL; set both to gRPC addresses"
+        )
     weight_sync = WeightSyncServiceStub(process.connect(settings.weight_sync))
     process.spawn(follow_policy_versions(controller, weight_sync, spec.model.tag))
+    trajectory_pool = process.connect(settings.trajectory_pool)
+    process.spawn(follow_attempts(controller, TrajectoryPoolServiceStub(trajectory_pool), spec.model.tag))
     if spec.validation is not None:
-        validator = ValidatorServiceStub(process.connect(settings.trajectory_pool))
+        validator = ValidatorServiceStub(trajectory_pool)
         validation = Validation(controller, weight_sync, validator, spec.model.tag, spec.validation.timeout_seconds)
         process.spawn(validation.run())
 
 
 async def _end_watches_when_stopping(process: ServiceProcess, controller: Controller) -> None:
-    """A watch lasts until its deadline and would hold up the drain."""
+    """End the watches: they last until their deadlines, and the drain would wait for them."""
     await process.stopping.wait()
     controller.end_watches()

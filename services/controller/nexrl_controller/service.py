@@ -1,4 +1,4 @@
-"""The servicers of the controller: messages to plain objects and back."""
+"""The controller's servicers. They translate between protobuf messages and plain objects."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -69,6 +69,7 @@ class ControllerServicer(ControllerServiceServicer):
             ),
             start_unix_seconds=state.start_unix_seconds,
             restarts=state.restarts,
+            failing_samples=state.failing_samples,
         )
 
 
@@ -83,7 +84,7 @@ class ActivityServicer(ActivityServiceServicer):
         sent = request.module
         _require_names(**{"module.name": sent.name})
         if request.ends:
-            self._activity.bury(sent.name)
+            self._activity.mark_dead(sent.name)
             return activity_pb.HeartbeatResponse()
         module = Module(sent.name, sent.role, sent.address, sent.metrics_url)
         work = [Work(w.token, w.activity, w.start_unix_seconds, w.waiting_on) for w in sent.work]
@@ -91,7 +92,7 @@ class ActivityServicer(ActivityServiceServicer):
 
     async def StartWork(self, request: activity_pb.StartWorkRequest, context: Context) -> activity_pb.StartWorkResponse:
         _require_names(module=request.module)
-        # The request id is the token: a repeated request begins nothing new.
+        # The request id is the token, which makes the call idempotent.
         self._activity.start_work(request.module, request.request_id, request.activity)
         return activity_pb.StartWorkResponse(token=request.request_id)
 
@@ -185,7 +186,7 @@ def _error(report: ErrorReport) -> activity_pb.ErrorReport:
 
 
 def _severity(number: int) -> Severity:
-    """The severity of a report; one without any counts as an error."""
+    """Return the severity of a report; ERROR if the report does not set one."""
     if number > Severity.CRITICAL:
         violation = Violation("error.severity", f"at most {Severity.CRITICAL}, not {number}")
         raise InvalidArgumentError(str(violation), violations=[violation])

@@ -1,7 +1,7 @@
-"""What is known about one experiment, and the phase that follows from it.
+"""The facts about one experiment, and the phase that follows from them.
 
-The state holds facts (a version is committed, a component restarts, ...), never the phase itself. So nothing has to
-remember what to go back to when a restart or a validation is over.
+The state contains facts (a version is committed, a component restarts, ...), never the phase itself. So nothing has to
+remember the phase to return to after a restart or a validation.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,16 @@ from enum import StrEnum
 
 from nexrl.errors import FailedPreconditionError
 from nexrl.spec import ExperimentSpec
+from nexrl_controller.attempts import Window
 from nexrl_controller.error_log import Severity
+
+MIN_FAILURE_WINDOW = 128
+WINDOW_BATCHES = 4
+"""More samples than are usually in flight: all of those may fail once, if a replica or a judge is away for a while."""
 
 
 class Phase(StrEnum):
-    """Where an experiment is in its life."""
+    """The phase of an experiment."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -39,39 +44,46 @@ LEGAL: Mapping[Phase, frozenset[Phase]] = {
     Phase.SUCCEEDED: frozenset(),
     Phase.FAILED: frozenset(),
 }
-"""The phases that may follow each phase."""
+"""For each phase, the phases that may follow it."""
 
 TERMINAL = frozenset({Phase.SUCCEEDED, Phase.FAILED})
-"""Phases that nothing follows."""
+"""Phases that no other phase follows."""
 
 
 class IllegalTransitionError(FailedPreconditionError):
-    """The event makes no sense in the experiment's phase."""
+    """The experiment's phase does not allow the event."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the experiment file says about its own end."""
+    """When the experiment ends, according to its file."""
 
     total_steps: int
     """Optimizer steps after which training is finished."""
     validates: bool
     """Whether the last version must have been validated."""
     max_restarts: int
-    """Restarts of each component before the experiment fails."""
+    """Restarts of each component without a new checkpoint before the experiment fails."""
     stop_severity: Severity | None
     """Lowest severity of an error that ends the experiment; None for never."""
+    failure_window: int
+    """Finished attempts at samples after which the share that failed is compared with the limit."""
+    max_failure_ratio: float | None
+    """The share of failed attempts that ends the experiment; None for never."""
 
     @staticmethod
     def of(spec: ExperimentSpec) -> "Rules":
-        """The rules of `spec`."""
+        """Return the rules of `spec`."""
         errors = spec.monitor.errors
         severities = {"stop_on_error": Severity.ERROR, "stop_on_critical": Severity.CRITICAL, "continue": None}
+        stop_severity = severities[errors.policy] if errors.enabled else None
         return Rules(
             total_steps=spec.trainer.steps,
             validates=spec.validation is not None,
             max_restarts=spec.failure_policy.max_restarts,
-            stop_severity=severities[errors.policy] if errors.enabled else None,
+            stop_severity=stop_severity,
+            failure_window=max(MIN_FAILURE_WINDOW, WINDOW_BATCHES * spec.trajectory_pool.batch_size),
+            max_failure_ratio=None if stop_severity is None else spec.rollout.max_failure_ratio,
         )
 
 
@@ -85,13 +97,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """The newest end of one component, kept so that a repeated report gets the same answer."""
+    """The newest exit of one component; a repeated report of it gets the same answer."""
 
     request_id: str = ""
     restarts: int = 0
     """Restarts of the component so far."""
+    counted: int = 0
+    """Those that count for `max_restarts`: since the newest checkpoint at the last exit."""
+    checkpointed_steps: int = 0
+    """The steps in that checkpoint."""
     in_a_row: int = 0
-    """Those of them since it was last heard of."""
+    """The restarts since its last heartbeat."""
     verdict: Verdict = Verdict(restart=False)
 
 
@@ -101,9 +117,9 @@ class State:
 
     start_unix_seconds: float
     reason: str = "Accepted"
-    """Why it is in its phase, in one word."""
-    message: str = "nothing runs yet"
-    """Why it is in its phase, for people."""
+    """The reason for its phase, in one word."""
+    message: str = "no component is running yet"
+    """The reason for its phase, for people."""
     is_started: bool = False
     is_suspended: bool = False
     has_version: bool = False
@@ -112,19 +128,25 @@ class State:
     """The committed version; -1 for none."""
     validating_version: int | None = None
     validated_version: int = -1
-    """The newest version whose validation has ended, well or not; -1 for none."""
+    """The newest version whose validation has ended, with success or not; -1 for none."""
     restarting: frozenset[str] = frozenset()
-    """Components that have ended and were not heard of since."""
+    """Components that have ended and have sent no heartbeat since."""
     exits: Mapping[str, ExitRecord] = field(default_factory=dict)
     """By component."""
     step: int = 0
     """Optimizer steps made."""
+    checkpointed_steps: int = 0
+    """Optimizer steps in the newest checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The newest value of each metric."""
     is_trained: bool = False
     """True once the trainer has written its last checkpoint."""
     outcome: Phase | None = None
-    """How it ends, once that is decided: SUCCEEDED or FAILED."""
+    """SUCCEEDED or FAILED once that is decided."""
+    attempts: Window | None = None
+    """Attempts at samples that finished last; None before the first count."""
+    failing_samples: str = ""
+    """Which share of the attempts fails, the last failure and what to do, for people; empty while few fail."""
     has_ended: bool = False
     """True once its components have stopped."""
 
@@ -149,5 +171,5 @@ class State:
         return sum(record.restarts for record in self.exits.values())
 
     def ending(self, outcome: Phase, reason: str, message: str) -> "State":
-        """The state with its outcome decided: the components stop now."""
+        """Return the state with its outcome decided. The components stop now."""
         return replace(self, outcome=outcome, validating_version=None, reason=reason, message=message)

@@ -1,4 +1,4 @@
-"""The state of the experiment in Redis: one hash, a field for each fact, written as one."""
+"""Stores the state of the experiment in Redis: one hash with a field for each fact, written in one command."""
 
 import json
 
@@ -13,14 +13,14 @@ _STATE = TypeAdapter(State)
 
 
 class StateStore:
-    """Keeps the newest state of one experiment."""
+    """Stores the newest state of one experiment."""
 
     def __init__(self, redis: Redis, experiment: str) -> None:
         self._redis = redis
         self.key = f"{key_prefix(experiment, 'controller')}state"
 
     async def load(self) -> State | None:
-        """The state as last saved; None when there is none. Raises UnavailableError when Redis cannot be reached."""
+        """Return the newest saved state; None if there is none. Raises UnavailableError if Redis cannot be reached."""
         try:
             fields = await self._redis.hgetall(self.key)
         except (RedisError, OSError) as error:
@@ -30,7 +30,7 @@ class StateStore:
         return _STATE.validate_python({_text(name): json.loads(value) for name, value in fields.items()})
 
     async def save(self, state: State) -> None:
-        """Replace the state. Raises UnavailableError when Redis cannot be reached."""
+        """Replace the state. Raises UnavailableError if Redis cannot be reached."""
         facts = _STATE.dump_python(state, mode="json")
         try:
             await self._redis.hset(self.key, mapping={name: json.dumps(value) for name, value in facts.items()})

@@ -1,4 +1,4 @@
-"""Runs a validation whenever weight sync holds a version for one, and lets weight sync go on in every case."""
+"""Runs a validation of each version that weight sync holds. Weight sync continues even if the validation fails."""
 
 import time
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceAsyncStub
 
 WAIT_SECONDS = 20.0
-"""Length of one blocking call; it is made again until there is an answer."""
+"""Longest wait of one blocking call. The call is repeated until it has a result."""
 CALL_SECONDS = 10.0
-"""Time that a call may take besides its wait."""
+"""Time that a call may take in addition to its wait."""
 MAX_CALL_SECONDS = 3000.0
-"""Servers take no longer deadline than an hour."""
+"""Longest deadline of a call. Servers refuse deadlines of more than one hour."""
 END_SECONDS = 120.0
-"""Longest time for a service to come back and let training go on."""
+"""Longest time to retry EndValidation and EndValidationHold. Training cannot continue without them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Validation:
     """Longest time for one validation."""
 
     async def run(self) -> None:
-        """Validate every version that is held for it, until the experiment has an outcome."""
+        """Validate every version that weight sync holds, until the experiment has an outcome."""
         await self._find_validated()
         while self.controller.state.outcome is None:
             version = await self._wait_for_version()
@@ -49,13 +49,13 @@ class Validation:
                 await self.validate(version)
 
     async def validate(self, version: int) -> None:
-        """One validation. Whatever goes wrong is reported as an error, and training goes on."""
+        """Validate one version. A failure is reported as an error, and training continues."""
         try:
-            # The hold proves the commit, which the watch of weight sync may not have told yet.
+            # Weight sync holds only committed versions. The watch may not have delivered this commit yet.
             await self.controller.apply(VersionCommitted(version))
             await self.controller.apply(ValidationStarted(version))
         except IllegalTransitionError:
-            return  # The experiment ends, and with it the hold.
+            return  # the experiment is ending: weight sync stops, and the hold ends with it
         try:
             metrics = await self._measure(version)
             await self.controller.post_metrics(new_request_id(), version, metrics)
@@ -64,7 +64,10 @@ class Validation:
         await self._end(version)
 
     async def _find_validated(self) -> None:
-        """A run that is resumed may have nothing left to measure, and would wait for it for ever."""
+        """Record the validations that ended before this controller started.
+
+        Without this record, a resumed run would wait for them forever.
+        """
         request = weight_sync_pb.GetWeightSyncStateRequest(model_tag=self.model_tag)
         while True:
             try:
@@ -75,7 +78,7 @@ class Validation:
                 continue
             if state.committed_version >= 0 and not state.waiting_for_validation:
                 unfinished = self.controller.state.validating_version
-                if unfinished is not None:  # its hold ran out while no controller was there to end it
+                if unfinished is not None:  # its hold expired while no controller was running
                     await self._end(unfinished)
                 await self.controller.apply(FoundValidated(state.committed_version))
             return
@@ -101,7 +104,7 @@ class Validation:
             try:
                 answer = await call(self.validator.WaitValidation, request, timeout_seconds=wait_seconds + CALL_SECONDS)
             except NotFoundError:
-                await self._start(version)  # the round was among the last writes of a Redis that has lost them
+                await self._start(version)  # Redis has lost its last writes, among them this validation
                 continue
             except NexrlError as error:
                 if not is_passing(error):
@@ -118,9 +121,10 @@ class Validation:
         await call(self.validator.StartValidation, request, timeout_seconds=min(self.timeout_seconds, MAX_CALL_SECONDS))
 
     async def _end(self, version: int) -> None:
-        """Grant training samples again, count the validation as made, let weight sync go on; in this order.
+        """Resume training samples, then record the validation, then release the hold of weight sync.
 
-        A controller that is killed before the last call finds the version still held, and measures it again.
+        If the controller is killed before the last call, weight sync still holds the version. The restarted controller
+        validates it again.
         """
         end = validator_pb.EndValidationRequest(
             request_id=new_request_id(), model_tag=self.model_tag, policy_version=version
@@ -133,14 +137,16 @@ class Validation:
             await call(self.validator.EndValidation, end, timeout_seconds=END_SECONDS)
         except NexrlError as error:
             problems.append(f"EndValidation: {error}")
-        with suppress(IllegalTransitionError):  # the experiment ended meanwhile
+        with suppress(IllegalTransitionError):  # the experiment ended in the meantime
             await self.controller.apply(ValidationEnded(version))
         try:
             await call(self.weight_sync.EndValidationHold, release, timeout_seconds=END_SECONDS)
         except NexrlError as error:
             problems.append(f"EndValidationHold: {error}")
         for problem in problems:
-            await self._report(version, Severity.CRITICAL, f"training cannot go on after version {version}: {problem}")
+            await self._report(
+                version, Severity.CRITICAL, f"training cannot continue after version {version}: {problem}"
+            )
 
     async def _report(self, version: int, severity: Severity, message: str) -> None:
         await self.controller.report_own_error(new_request_id(), f"validate version {version}", severity, message)

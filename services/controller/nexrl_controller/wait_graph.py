@@ -1,4 +1,4 @@
-"""Who waits on whom: finds the edge that blocks an experiment in which nothing moves."""
+"""The graph of modules that wait on each other: finds the edge that blocks an experiment without progress."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from nexrl_controller.activity import Module
 
 MAX_NAMED_EDGES = 10
 ENTRY_ROLE = "trainer"
-"""Where the search begins: nothing moves for long unless the trainer waits."""
+"""The search begins here: an experiment without progress has a trainer that waits."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Edge:
 
 
 def find_stall(modules: Sequence[Module], since_unix_seconds: float) -> str | None:
-    """The blocking edge and all the others, for people; None while anyone moves.
+    """Return the blocking edge and all other edges, for people; None while any module makes progress.
 
-    A module is stuck when it waits and began nothing else since `since_unix_seconds`: work that is older and does not
-    wait itself is taken for the frame around the wait. The experiment stalls when whoever has work in flight is stuck.
+    A module is stuck if it waits and has started no other work since `since_unix_seconds`. Older work that does not
+    wait itself encloses the wait. The experiment stalls if every module with work in flight is stuck.
     """
     busy = [module for module in modules if module.is_alive and module.work]
     edges = [edge for module in busy for edge in _edges(module)]
@@ -50,7 +50,7 @@ def _edges(module: Module) -> list[Edge]:
 
 
 def _blocking_edge(edges: Sequence[Edge]) -> Edge:
-    """The end of the chain of waits from the trainer on: the edge to whoever does not wait, or that closes a circle."""
+    """Follow the waits from the trainer on. Return the last edge: its target does not wait, or closes a cycle."""
     edge = next((edge for edge in edges if edge.role == ENTRY_ROLE), edges[0])
     seen = {edge.module}
     while following := next((e for e in edges if edge.waiting_on in (e.module, e.role) and e.module not in seen), None):

@@ -1,4 +1,4 @@
-"""One replica: an engine, the weights it has received, and its place among the replicas of its model tag."""
+"""One replica: an engine, the weights that it has received, and its registration with weight sync."""
 
 import asyncio
 import logging
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 0.2
 PAUSE_SECONDS = 1.0
-"""Least time between two attempts to take a version from the shared folder."""
+"""Pause after a failed attempt to read a version from the shared folder."""
 
 RUNNING = Gauge("nexrl_inference_inflight_requests", "Completions being generated.")
 TOKENS = Counter("nexrl_inference_tokens_total", "Tokens generated.")
 
 
 class Engine(Protocol):
-    """What samples: the built-in engine in its thread, or vLLM."""
+    """Samples completions. Each backend has one."""
 
     @property
     def active_rows(self) -> int:
@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     @property
     def waiting_requests(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that wait for a free row."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Sample completions; see `Replica.generate`."""
@@ -50,10 +50,11 @@ class Engine(Protocol):
 
 
 class Replica:
-    """Serves a version only after it was committed and while it holds it.
+    """Serves a version only after its commit and while the engine holds it.
 
-    The engine loads one version at a time, and only then the receiver says that it is served. What a sync commits is
-    loaded in any case; what the shared folder has, only if no sync has brought anything since weight sync named it.
+    The engine loads one version at a time; the receiver reports a version as served only when it is loaded. A version
+    that a sync commits is always loaded. A version from the shared folder is loaded only if no sync has delivered
+    another one since weight sync named it.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Replica:
         identity: policy_pb2.Replica,
         published: PublishedVersions | None = None,
     ) -> None:
-        """`published`: the folder shared with the trainer, to catch up from while registered; None for none."""
+        """`published`: the folder shared with the trainer, from which the replica catches up; None if there is none."""
         self._engine = engine
         self._receiver = receiver
         self._identity = identity
@@ -80,18 +81,18 @@ class Replica:
         return result
 
     async def receive(self, sync_id: str, rendezvous: Rendezvous, manifest: Manifest) -> str:
-        """Receive a version beside the one being served; gives the digest of what arrived."""
+        """Receive a version beside the one being served. Returns the digest of what arrived."""
         try:
             return await self._receiver.receive(sync_id, rendezvous, manifest)
         except UnavailableError:
-            # It was put out of the group: register again at once. Not when the weights did not fit: they will not fit
-            # the next attempt either, and that one must go on without this replica.
+            # It was evicted from the group: register again at once. Not if the weights do not fit the model: they
+            # will not fit at the next attempt either, and that attempt must continue without this replica.
             self._changed.set()
             raise
 
     async def commit(self, sync_id: str) -> None:
-        """Serve the version that `sync_id` brought, from the next decode step on. Once more is once."""
-        # A task of its own: a caller that gives up must not leave it open what the engine serves.
+        """Serve the version that `sync_id` delivered, from the next decode step on. Idempotent."""
+        # In a task of its own: a caller that disconnects must not interrupt a load.
         await asyncio.shield(asyncio.create_task(self._commit(sync_id)))
 
     async def serve(self, weights: StagedWeights) -> None:
@@ -100,7 +101,7 @@ class Replica:
             await self._load(weights)
 
     def state(self) -> policy_pb2.Replica:
-        """The replica as it sees itself."""
+        """Return the replica as it sees itself."""
         state = policy_pb2.Replica()
         state.CopyFrom(self._identity)
         state.policy_version = self._receiver.policy_version
@@ -114,17 +115,17 @@ class Replica:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Completions being generated, and requests that wait for a place."""
+        """Completions being generated, and requests that wait for a free row."""
         return self._engine.active_rows, self._engine.waiting_requests
 
     async def wait_committed(self) -> None:
-        """Return when a first version is served."""
+        """Wait until the first version is served."""
         await self._first_commit.wait()
 
     async def keep_registered(self, channel: grpc.aio.Channel, model_tag: str) -> None:
-        """Hold a place among the replicas for as long as the task lives, and give it up at its end.
+        """Keep the replica registered until the task is cancelled, then deregister it.
 
-        A committed version that is newer than what is served is taken from the shared folder, if there is one.
+        If the committed version is newer than the served one, it is read from the shared folder, if there is one.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -142,7 +143,7 @@ class Replica:
             served = self.digest
             answer = await self._register(channel, model_tag)
             if self._is_behind(answer) and (catching_up is None or catching_up.done()):
-                # Beside it: a lease must not end because the storage is slow.
+                # In a task beside this loop: the lease must not end because the storage is slow.
                 catching_up = tasks.create_task(self._catch_up(answer, served))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), answer.lease_seconds / 3)
@@ -151,7 +152,7 @@ class Replica:
         async with self._loading:
             staged = await self._receiver.take(sync_id)
             if staged is not None and self._serves(staged):
-                self._receiver.mark_served(staged)  # sent again for another replica: nothing is to be disturbed here
+                self._receiver.mark_served(staged)  # it was sent again for another replica: load nothing
             elif staged is not None:
                 await self._load(staged)
 
@@ -173,20 +174,20 @@ class Replica:
         return self._published is not None and answer.committed_version > self._receiver.policy_version
 
     async def _catch_up(self, answer: pb.RegisterReplicaResponse, served: str) -> None:
-        """Serve the committed version from the shared folder, if its turn comes while the digest `served` is served."""
+        """Serve the committed version from the shared folder, unless another digest than `served` is served by then."""
         assert self._published is not None
         policy_version = answer.committed_version
         try:
             weights = await self._receiver.read(self._published, policy_version, answer.committed_digest)
             async with self._loading:
-                if self.digest != served:  # a sync was faster; what it brought is at least as new
+                if self.digest != served:  # a sync was faster; its version is at least as new
                     return
                 await self._load(weights)
         except NexrlError as error:
-            log.warning("version %d is not taken from the shared folder: %s", policy_version, error)
-            await asyncio.sleep(PAUSE_SECONDS)  # until this ends, nobody tries again
+            log.warning("version %d was not read from the shared folder: %s", policy_version, error)
+            await asyncio.sleep(PAUSE_SECONDS)  # the next attempt begins after this task
         else:
-            log.info("version %d is taken from the shared folder", policy_version)
+            log.info("version %d was read from the shared folder", policy_version)
             self._changed.set()
 
     async def _register(self, channel: grpc.aio.Channel, model_tag: str) -> pb.RegisterReplicaResponse:

@@ -1,9 +1,11 @@
-"""What the engine is asked for and what it answers. Wire-free and torch-free."""
+"""Requests to an engine and their results, without wire types and without torch."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from nexrl.errors import InvalidArgumentError, Violation
+
+MAX_STOP_STRINGS = 32
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -12,11 +14,12 @@ FinishReason = Literal["stop", "length", "abort"]
 class GenerationRequest:
     """`n` samples of one prompt.
 
-    `temperature` 0 means greedy (`top_p` and `top_k` are then without effect); `top_p` 1 and `top_k` 0 keep every
-    token. Each sample has a seed, of `seeds` or else drawn by the engine, that decides its random numbers whatever else
-    is in the request or in the batch. `drawn_tokens` at the end of the prompt have been drawn with these seeds before:
-    the samples go on after them. Generation stops after an end-of-sequence token, after one of `stop_token_ids` (both
-    are part of the completion), after `max_new_tokens`, or at the engine's row length.
+    `temperature` 0 means greedy (`top_p` and `top_k` then have no effect); `top_p` 1 and `top_k` 0 keep every token.
+    Each sample has a seed, from `seeds` or else drawn by the engine. It alone decides the sample's random numbers,
+    independent of the rest of the request and of the batch. The last `drawn_tokens` of the prompt were drawn with these
+    seeds before: the samples continue after them. Generation stops after an end-of-sequence token, after one of
+    `stop_token_ids`, after the token that completes a text of `stop` (all three are part of the completion), after
+    `max_new_tokens`, or at the engine's row length.
     """
 
     request_id: str
@@ -29,6 +32,7 @@ class GenerationRequest:
     seeds: tuple[int, ...] = ()
     drawn_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         rules = [
@@ -42,6 +46,8 @@ class GenerationRequest:
             ("seeds", all(0 <= seed < 2**63 for seed in self.seeds), f"in [0, 2**63), got {self.seeds}"),
             ("drawn_tokens", 0 <= self.drawn_tokens <= len(self.prompt_ids), f"in the prompt, got {self.drawn_tokens}"),
         ]
+        is_stop_valid = len(self.stop) <= MAX_STOP_STRINGS and all(self.stop)
+        rules.append(("stop", is_stop_valid, f"at most {MAX_STOP_STRINGS} texts, none empty, got {self.stop}"))
         violations = [Violation(field, text) for field, is_met, text in rules if not is_met]
         if violations:
             raise InvalidArgumentError("; ".join(map(str, violations)), violations=violations)

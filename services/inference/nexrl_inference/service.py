@@ -7,7 +7,8 @@ import grpc
 from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceServicer
 from nexrl.v1.trajectory_pb2 import Draw
-from nexrl.weights.codec import manifest_from_wire, rendezvous_from_wire
+from nexrl.weights.manifest_proto import manifest_from_wire
+from nexrl.weights.rendezvous_proto import rendezvous_from_wire
 from nexrl_inference.replica import Replica
 from nexrl_inference.requests import Completion, GenerationRequest
 
@@ -15,7 +16,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """Messages in, the replica's answer out."""
+    """Translates requests to calls of the replica, and its answers to responses."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -33,6 +34,7 @@ class InferenceServicer(InferenceServiceServicer):
                 seeds=tuple(request.seeds),
                 drawn_tokens=request.drawn_tokens,
                 stop_token_ids=tuple(request.stop_token_ids),
+                stop=tuple(request.stop),
             )
         )
         return pb.GenerateResponse(completions=[_completion(completion, request) for completion in result.completions])
@@ -63,7 +65,7 @@ def _completion(completion: Completion, request: pb.GenerateRequest) -> pb.Gener
 
 
 def _draw(completion: Completion, request: pb.GenerateRequest) -> Draw | None:
-    if request.drawn_tokens or completion.seed is None:
+    if request.drawn_tokens:
         return None
     return Draw(
         seed=completion.seed,
@@ -72,4 +74,5 @@ def _draw(completion: Completion, request: pb.GenerateRequest) -> Draw | None:
         top_k=request.top_k,
         max_new_tokens=request.max_new_tokens,
         stop_token_ids=request.stop_token_ids,
+        stop=request.stop,
     )

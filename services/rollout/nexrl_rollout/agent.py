@@ -1,12 +1,14 @@
-"""rollout.type agent: an environment owns the episode and talks to a gateway session; what is generated there is
-trained."""
+"""rollout.type agent: an environment runs the episode against a gateway session, which records the tokens to train."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 from nexrl.environment import SCORED, Environment, Outcome, Task
-from nexrl.policy import draw_seed
+from nexrl.errors import NexrlError
+from nexrl.policy import Sampling, draw_seed
+from nexrl.rollout_worker import RolloutWorker, failed, scored
 from nexrl.spec.experiment import Experiment
+from nexrl.tasks import parse_task, trajectory_metadata
 from nexrl.v1.trajectory_pb2 import (
     VERDICT_ENV_ERROR,
     VERDICT_REWARD_ERROR,
@@ -16,17 +18,13 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
 )
 from nexrl_rollout.gateway import Gateway
-from nexrl_rollout.results import failed, scored
 from nexrl_rollout.session import Session
-from nexrl_rollout.single_turn import sampling
-from nexrl_rollout.tasks import parse_task, trajectory_metadata
-from nexrl_rollout.worker import RolloutWorker
 
 _VERDICTS = {"env_error": VERDICT_ENV_ERROR, "reward_error": VERDICT_REWARD_ERROR, "timeout": VERDICT_TIMEOUT}
 
 
 class AgentWorker(RolloutWorker):
-    """One session and one run of the environment for each sample."""
+    """Opens one session and runs the environment once for each sample."""
 
     samples_together = False
 
@@ -41,14 +39,17 @@ class AgentWorker(RolloutWorker):
         """Run one episode."""
         item = parse_task(lease.task)
         seeds = _seeds(self._seed, lease.samples[0])
-        with self._gateway.session(sampling(self._rollout, lease.temperature), seeds) as session:
+        sampling = Sampling.of(lease, max_new_tokens=self._rollout.max_new_tokens)
+        with self._gateway.session(sampling, seeds) as session:
             outcome = await self._environment.run(Task(item["id"], item), self._gateway.endpoint(session))
+        if not isinstance(outcome, Outcome):
+            raise NexrlError(f"the environment returned {type(outcome).__name__}; it must return an Outcome")
         metadata = trajectory_metadata(item, self._key_list)
         return [_result(lease.samples[0], outcome, session, metadata)]
 
 
 def _seeds(seed: int, sample: SampleLease) -> Iterator[int]:
-    """One for each turn."""
+    """Yields a seed for each turn."""
     return (draw_seed(seed, sample.sample_id, sample.attempt, turn) for turn in itertools.count())
 
 

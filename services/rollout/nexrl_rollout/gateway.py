@@ -1,7 +1,7 @@
-"""The recording gateway: an OpenAI-compatible API for each rollout, that keeps the tokens of everything it serves.
+"""The recording gateway: an OpenAI-compatible API for each rollout, which records the tokens of all completions.
 
-Any agent that speaks OpenAI's API is trained unchanged: it is given a base URL with the session in its path, and never
-sees a token.
+An agent that uses OpenAI's API needs no change to be trained: it gets a base URL with the session in its path, and
+never handles tokens.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,14 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from nexrl.environment import Endpoint
-from nexrl.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    NexrlError,
-    NotFoundError,
-    UnavailableError,
-)
+from nexrl.errors import InvalidArgumentError, NexrlError, NotFoundError
 from nexrl.policy import Policy, Sampling
+from nexrl.rpc.status import http_status
+from nexrl.text import TextCodec
 from nexrl_rollout import metrics
 from nexrl_rollout.chat import (
     ChatRequest,
@@ -31,24 +27,16 @@ from nexrl_rollout.chat import (
     stream_events,
 )
 from nexrl_rollout.session import Session, SessionPrompt
-from nexrl_rollout.text import TextCodec
 
 MAX_BODY_BYTES = 16 * 2**20
 
-_HTTP_STATUS: dict[type[NexrlError], int] = {
-    InvalidArgumentError: 400,
-    NotFoundError: 404,
-    UnavailableError: 503,
-    DeadlineExceededError: 504,
-}
-
 
 class ContextOverflowError(InvalidArgumentError):
-    """The prompt leaves no room for a completion."""
+    """Raised for a prompt that leaves no room for a completion."""
 
 
 class Gateway:
-    """Serves sessions that are open, and no others. Sampling is the session's, whatever a client asks for."""
+    """Serves the open sessions. The sampling parameters are the session's; a client may only add limits to a turn."""
 
     def __init__(
         self, policy: Policy, codec: TextCodec, *, model: str, max_context_tokens: int, timeout_seconds: float
@@ -61,15 +49,15 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self.address = ""
-        """http://host:port, once it listens."""
+        """http://host:port, after `listen`."""
 
     async def listen(self, host: str, port: int) -> None:
-        """Serve at host:port; port 0 takes a free one."""
+        """Serve at host:port; port 0 selects a free port."""
         app = web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat_completions)
         app.router.add_get("/s/{session}/v1/models", self._models)
         app.router.add_post("/s/{session}/tokenize", self._tokenize)
-        # A client that gives up must not leave a turn behind that it has never seen.
+        # Cancel the handler if the client disconnects: the session must not record a turn that the client never saw.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
@@ -82,8 +70,7 @@ class Gateway:
 
     @contextmanager
     def session(self, sampling: Sampling, seeds: Iterator[int]) -> Iterator[Session]:
-        """A session for one rollout; requests to it are refused once the block has ended. `seeds`: one for each
-        turn."""
+        """Open a session for one rollout; after the block its requests are refused. `seeds` has one for each turn."""
         session = Session(sampling, seeds)
         self._sessions[session.id] = session
         try:
@@ -92,7 +79,7 @@ class Gateway:
             del self._sessions[session.id]
 
     def endpoint(self, session: Session) -> Endpoint:
-        """Where an environment finds the session."""
+        """Returns the endpoint of the session, for an environment."""
         base_url = f"{self.address}/s/{session.id}/v1"
         return Endpoint(base_url, session.id, self._model, session.sampling.max_new_tokens)
 
@@ -108,15 +95,16 @@ class Gateway:
         if room < 1:
             raise ContextOverflowError(context_overflow(len(prompt.token_ids), self._max_context_tokens))
         limit = min(session.sampling.max_new_tokens, room, chat.max_tokens or room)
+        stop = session.sampling.stop + chat.stop
         completions = await self._policy.generate(
             prompt.token_ids,
             1,
-            replace(session.sampling, max_new_tokens=limit),
+            replace(session.sampling, max_new_tokens=limit, stop=stop),
             seeds=[next(session.seeds)],
             timeout_seconds=self._timeout_seconds,
         )
         text = self._codec.decode([completions[0].token_ids])[0]
-        message = reply_message(text, parse_tool_calls=bool(chat.tools))
+        message = reply_message(text, stop, parse_tool_calls=bool(chat.tools))
         session.record(
             prompt,
             completions[0],
@@ -138,7 +126,7 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        """The ids that a chat request with these messages would be generated from, or the ids of a text."""
+        """Answers with the prompt ids of a chat request with these messages, or with the ids of a text."""
         session = self._session(request)
         body = await _json(request)
         if isinstance(body, dict) and isinstance(body.get("prompt"), str):
@@ -185,5 +173,4 @@ async def _openai_errors(
     except ContextOverflowError as error:
         return web.json_response(error_body(error.message, "context_length_exceeded", "messages"), status=400)
     except NexrlError as error:
-        status = next((status for cls, status in _HTTP_STATUS.items() if isinstance(error, cls)), 500)
-        return web.json_response(error_body(error.message, error.status.lower()), status=status)
+        return web.json_response(error_body(error.message, error.status.lower()), status=http_status(error))

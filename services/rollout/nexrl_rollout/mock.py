@@ -4,21 +4,20 @@ import random
 from collections.abc import Sequence
 
 from nexrl.policy import Policy
+from nexrl.rollout_worker import RolloutWorker, scored
 from nexrl.spec.experiment import Experiment
+from nexrl.tasks import parse_task, trajectory_metadata
+from nexrl.text import TextCodec
 from nexrl.transcript import Transcript
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
-from nexrl.v1.trajectory_pb2 import SampleLease, SampleResult, TaskLease
-from nexrl_rollout.results import scored
-from nexrl_rollout.tasks import parse_task, trajectory_metadata
-from nexrl_rollout.text import TextCodec
-from nexrl_rollout.worker import RolloutWorker
+from nexrl.v1.trajectory_pb2 import Draw, SampleLease, SampleResult, TaskLease
 
 MAX_TOKENS = 8
 
 
 class MockWorker(RolloutWorker):
-    """Random tokens and a random reward of 0 or 1, decided by the sample's id alone; of the committed policy
-    version."""
+    """Produces random tokens and a random reward of 0 or 1, which depend only on the sample's id. They name the
+    committed policy version."""
 
     def __init__(self, policy: Policy, codec: TextCodec, experiment: Experiment) -> None:
         self._policy = policy
@@ -39,6 +38,13 @@ class MockWorker(RolloutWorker):
             logprobs=[-draw.random() for _ in range(length)],
             policy_versions=[max(0, self._policy.committed_version)] * length,
             finish_reason="stop",
+            # The pool refuses tokens that were drawn otherwise than the experiment asks for.
+            draw=Draw(
+                temperature=lease.temperature,
+                top_p=lease.top_p,
+                top_k=lease.top_k,
+                max_new_tokens=self._max_tokens,
+            ),
         )
         transcript = Transcript(self._codec.encode_prompt(task["prompt"]))
         transcript.add_completion(completion)

@@ -2,21 +2,22 @@
 
 from nexrl.client import RolloutClient
 from nexrl.environment import load_environment
-from nexrl.errors import InvalidArgumentError
 from nexrl.policy import Policy
 from nexrl.rewards import load_reward
+from nexrl.rollout_worker import RolloutWorker, WorkerContext, load_worker
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec.experiment import Experiment
+from nexrl.spec.rollout import AgentRollout, ScoredRollout, WorkerRollout
+from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
 from nexrl_rollout.agent import AgentWorker
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.mock import MockWorker
 from nexrl_rollout.single_turn import SingleTurnWorker
-from nexrl_rollout.text import TextCodec
-from nexrl_rollout.worker import RolloutLimits, RolloutLoop, RolloutWorker
+from nexrl_rollout.worker import RolloutLimits, RolloutLoop
 
 LOOPBACK = "127.0.0.1"
-"""Where the gateway listens: its agents run in this process, and it asks nobody who they are."""
+"""Where the gateway listens: its agents run in this process, and it has no authentication."""
 
 
 def main() -> None:
@@ -55,18 +56,16 @@ def rollout_limits(experiment: Experiment) -> RolloutLimits:
 async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorker:
     experiment, rollout = process.experiment, process.experiment.spec.rollout
     codec = TextCodec(build_tokenizer(experiment.spec.model), chat=rollout.chat, system_prompt=rollout.system_prompt)
-    match rollout.type:
-        case "mock":
-            return MockWorker(policy, codec, experiment)
-        case "simple" | "single_turn_math":
-            if rollout.reward is None:
-                raise InvalidArgumentError("spec.rollout.reward: missing")
+    match rollout:
+        case ScoredRollout():
             return SingleTurnWorker(policy, codec, load_reward(rollout.reward, experiment.folder), experiment)
-        case "agent":
-            if rollout.environment is None:
-                raise InvalidArgumentError("spec.rollout.environment: missing")
+        case AgentRollout():
             environment = load_environment(rollout.environment, experiment.folder)
             return AgentWorker(await _open_gateway(process, policy, codec), environment, experiment)
+        case WorkerRollout():
+            return load_worker(rollout.worker, experiment.folder, WorkerContext(policy, codec, experiment))
+        case _:
+            return MockWorker(policy, codec, experiment)
 
 
 async def _open_gateway(process: ServiceProcess, policy: Policy, codec: TextCodec) -> Gateway:

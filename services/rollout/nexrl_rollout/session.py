@@ -1,9 +1,9 @@
 """One rollout's conversations with the policy, token by token. Pure: no HTTP, no engine.
 
-A turn's prompt is the ids that the session has been served, plus the ids of what the client added since. What was
-served is never made from text again: decoding and encoding again changes tokens, and with them what the
-log-probabilities belong to (design: environments.md, section 8). Where the client's history is not what it was served,
-a new chain begins.
+The prompt of a turn is the token ids of the turns before, plus the ids of the messages that the client added since.
+Generated tokens are never encoded from text again: decoding and encoding can change tokens, and the recorded
+log-probabilities would then belong to other tokens. If the client's history differs from the recorded one, a new chain
+begins.
 
 Invariants, tests in tests/unit/nexrl_rollout/test_session.py:
 - the prompt of a turn that continues a chain begins with all tokens of that chain;
@@ -18,10 +18,10 @@ from typing import Any
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.policy import Sampling
+from nexrl.text import TextCodec
 from nexrl.transcript import Transcript
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
 from nexrl.v1.trajectory_pb2 import Trajectory
-from nexrl_rollout.text import TextCodec
 
 Message = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ _IDENTIFYING_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls")
 
 @dataclass
 class Chain:
-    """One conversation without a break: the tokens of all turns, each prompt an extension of the turn before."""
+    """A conversation without a break: each prompt extends the tokens of the turn before."""
 
     transcript: Transcript
     prompt: str
@@ -41,7 +41,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class ServedTurn:
-    """A completion as it was served, with all tokens up to its end."""
+    """A completion that was served, with all tokens up to its end."""
 
     chain: Chain
     token_ids: Sequence[int]
@@ -49,37 +49,37 @@ class ServedTurn:
 
     @property
     def is_newest(self) -> bool:
-        """True while nothing has been appended to its chain since."""
+        """True if nothing was appended to its chain since."""
         return len(self.chain.transcript.token_ids) == len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class SessionPrompt:
-    """The token ids to generate from, and the turn that they continue; None where they begin a chain."""
+    """The token ids to generate from, and the turn that they continue; None if they begin a chain."""
 
     token_ids: Sequence[int]
     continues: ServedTurn | None
     is_break: bool = False
-    """True when the history holds a reply that this session was not served, though it was served others."""
+    """True if the history has a reply that this session did not serve, although it served others."""
 
 
 class Session:
-    """What one rollout was served. Its id is a secret of 256 bits: who knows it may generate in its name."""
+    """Records what one rollout was served. Its id is a secret of 256 bits: clients that know it may use the session."""
 
     def __init__(self, sampling: Sampling, seeds: Iterator[int]) -> None:
         self.id = secrets.token_urlsafe(32)
         self.sampling = sampling
         self.seeds = seeds
-        """One for each turn, without end."""
+        """One for each turn; endless."""
         self.breaks = 0
-        """Requests with a history that had been edited."""
+        """Requests whose history was edited."""
         self.finish_reason = ""
-        """How the newest completion ended."""
+        """Finish reason of the newest completion."""
         self._chains: list[Chain] = []
         self._turns: dict[str, ServedTurn] = {}
 
     def prompt(self, codec: TextCodec, messages: Sequence[Message], tools: Sequence[Message] = ()) -> SessionPrompt:
-        """Token ids for the next turn. Raises InvalidArgumentError when the chat template refuses the messages."""
+        """Returns the prompt of the next turn. Raises InvalidArgumentError if the chat template refuses them."""
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         turn = self._turns.get(_fingerprint(messages[: last + 1], tools)) if last >= 0 else None
         if turn is None:
@@ -97,13 +97,12 @@ class Session:
         text: str = "",
         prompt_text: str = "",
     ) -> None:
-        """Keep a turn. `served` are the request's messages and the reply; `text` is the reply as the policy wrote
-        it."""
+        """Record a turn. `served`: the request's messages and the reply; `text`: the reply as the policy wrote it."""
         turn = prompt.continues
         if turn is not None and turn.is_newest:
             chain = turn.chain
             chain.transcript.add_context(prompt.token_ids[len(turn.token_ids) :])
-        else:  # also a second continuation of one turn: what the first chain trains is only context here
+        else:  # also for a second continuation of one turn: the tokens of the first chain are only context here
             chain = Chain(Transcript(prompt.token_ids), prompt_text)
             self._chains.append(chain)
         chain.transcript.add_completion(completion)
@@ -116,7 +115,7 @@ class Session:
     def trajectories(
         self, reward: float, components: Mapping[str, float], metadata: Mapping[str, str]
     ) -> list[Trajectory]:
-        """One trajectory for each chain; more than one are marked with `chain`, an edited history with `breaks`."""
+        """Returns one trajectory per chain. Metadata: `chain` if there are several, `breaks` if history was edited."""
         marks = {"breaks": str(self.breaks)} if self.breaks else {}
         return [
             chain.transcript.trajectory(
@@ -133,10 +132,9 @@ class Session:
 def _added_ids(
     codec: TextCodec, messages: Sequence[Message], tools: Sequence[Message], last: int, turn: ServedTurn
 ) -> Sequence[int]:
-    """Token ids of everything after the reply at `last`: the end of its turn, the messages since, the opening of the
-    next turn.
+    """Returns the token ids after the reply at `last`: end of its turn, later messages, opening of the next turn.
 
-    The template is rendered with a sentinel in place of the reply, so that the reply's own text does not matter.
+    The template is rendered with a sentinel in place of the reply, so that the text of the reply does not matter.
     """
     stand_in = {"role": "assistant", "content": _SENTINEL}
     rendered = codec.render([*messages[:last], stand_in, *messages[last + 1 :]], tools)
@@ -144,14 +142,14 @@ def _added_ids(
     if not found:
         raise InvalidArgumentError("the chat template drops assistant messages: it cannot be used over several turns")
     added_ids = codec.encode(added)
-    # The policy has written the end of the turn itself, unless a limit cut it off.
+    # The policy wrote the end of the turn itself, unless a limit or a stop string ended the completion.
     if turn.finish_reason == "stop" and added_ids[:1] == list(turn.token_ids[-1:]):
         return added_ids[1:]
     return added_ids
 
 
 def _fingerprint(messages: Sequence[Message], tools: Sequence[Message]) -> str:
-    """Names a history; what clients add to messages or leave out without changing them does not count."""
+    """Returns a key for a history. Fields that clients add or drop without changing a message do not count."""
     plain = [
         {key: message[key] for key in _IDENTIFYING_KEYS if message.get(key) not in (None, "", [])}
         for message in messages

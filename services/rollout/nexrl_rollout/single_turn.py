@@ -4,20 +4,21 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nexrl.exception_text import defined_at
 from nexrl.policy import Policy, Sampling, draw_seed
 from nexrl.rewards import Reward, RewardFailedError, Score, score
-from nexrl.spec.experiment import Experiment, RolloutSpec
+from nexrl.rollout_worker import RolloutWorker, failed, scored
+from nexrl.spec.experiment import Experiment
+from nexrl.stop_strings import text_before_stop
+from nexrl.tasks import parse_task, trajectory_metadata
+from nexrl.text import TextCodec
 from nexrl.transcript import Transcript
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
 from nexrl.v1.trajectory_pb2 import VERDICT_REWARD_ERROR, SampleResult, TaskLease
-from nexrl_rollout.results import failed, scored
-from nexrl_rollout.tasks import parse_task, trajectory_metadata
-from nexrl_rollout.text import TextCodec
-from nexrl_rollout.worker import RolloutWorker
 
 
 class SingleTurnWorker(RolloutWorker):
-    """All samples of a lease in one call of the policy. The prompt is tokenized once for the group."""
+    """Draws all samples of a lease in one call of the policy. The prompt is tokenized once for the group."""
 
     def __init__(self, policy: Policy, codec: TextCodec, reward: Reward, experiment: Experiment) -> None:
         self._policy = policy
@@ -28,19 +29,24 @@ class SingleTurnWorker(RolloutWorker):
         self._key_list = experiment.spec.trajectory_pool.key_list
 
     async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
-        """Prompt, completions, rewards. A reward that fails fails its own sample only."""
+        """Draw completions and score them. A failing reward fails only its own sample."""
         task = parse_task(lease.task)
         prompt_ids = self._codec.encode_prompt(task["prompt"])
         completions = await self._policy.generate(
             prompt_ids,
             len(lease.samples),
-            sampling(self._rollout, lease.temperature),
+            Sampling.of(lease, max_new_tokens=self._rollout.max_new_tokens),
             seeds=[draw_seed(self._seed, sample.sample_id, sample.attempt) for sample in lease.samples],
             timeout_seconds=self._rollout.timeout_seconds,
         )
-        texts = self._codec.decode([completion.token_ids for completion in completions])
-        # In a thread: a slow reward must hold up neither the renewal of leases nor the other groups.
-        scores = await asyncio.to_thread(self._score, task, texts, completions)
+        decoded = self._codec.decode([completion.token_ids for completion in completions])
+        texts = [text_before_stop(text, lease.stop) for text in decoded]
+        # In a thread: a slow reward must delay neither the renewal of leases nor other groups.
+        try:
+            scores = await asyncio.to_thread(self._score, task, texts, completions)
+        except asyncio.CancelledError as error:
+            error.add_note(f"the reward at {defined_at(self._reward)} had not returned")
+            raise
         metadata = trajectory_metadata(task, self._key_list)
         results = []
         for sample, completion, text, given in zip(lease.samples, completions, texts, scores, strict=True):
@@ -72,8 +78,3 @@ class SingleTurnWorker(RolloutWorker):
             return score(self._reward, task, text, is_finished)
         except RewardFailedError as error:
             return error
-
-
-def sampling(rollout: RolloutSpec, temperature: float) -> Sampling:
-    """The experiment's sampling at the lease's temperature."""
-    return Sampling(rollout.max_new_tokens, temperature)

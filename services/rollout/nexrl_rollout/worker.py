@@ -1,4 +1,4 @@
-"""The rollout loop: lease, produce under a time limit, renew, put; and the class that users override.
+"""The rollout loop: lease, produce under a time limit, renew, put.
 
 Invariants, each with a test in tests/unit/nexrl_rollout/test_worker.py:
 - never more than `max_in_flight` samples are leased;
@@ -9,17 +9,18 @@ Invariants, each with a test in tests/unit/nexrl_rollout/test_worker.py:
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from nexrl.activity import ActivityTracker
-from nexrl.cancellation import is_called_off
 from nexrl.client import RolloutClient
-from nexrl.errors import DeadlineExceededError, NexrlError
+from nexrl.code_reference import USER_CODE_ERRORS
+from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError
+from nexrl.exception_text import exception_text
 from nexrl.rewards import RewardFailedError
+from nexrl.rollout_worker import RolloutWorker, all_failed
 from nexrl.rpc.client import is_passing, new_request_id
+from nexrl.task_cancellation import is_current_task_cancelled
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl.v1.data_loader_service_pb2 import LeaseTasksResponse
 from nexrl.v1.trajectory_pb2 import (
@@ -32,29 +33,11 @@ from nexrl.v1.trajectory_pb2 import (
     Verdict,
 )
 from nexrl_rollout import metrics
-from nexrl_rollout.results import all_failed
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 EXHAUSTED_PAUSE_SECONDS = 1.0
-
-
-class RolloutWorker(ABC):
-    """Produces samples. Subclass it and override `rollout`; the loop does the rest."""
-
-    samples_together: ClassVar[bool] = True
-    """False: `rollout` is called once for each sample, so that each has its own time limit and is put when it is
-    ready."""
-
-    @abstractmethod
-    async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
-        """One result for each sample of `lease`, in any order; many calls run at the same time.
-
-        `lease.purpose` tells training from validation. RewardFailedError gives all samples REWARD_ERROR,
-        DeadlineExceededError TIMEOUT, anything else ENV_ERROR; the pool then has them attempted again. Cancelled when
-        the lease is lost or the worker stops.
-        """
 
 
 @dataclass(frozen=True)
@@ -97,6 +80,8 @@ class RolloutLoop:
     async def _begin_attempts(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await self._has_room.wait()
+            # A sample's time limit begins with its lease: take none that no replica can serve yet.
+            await self._client.policy.wait_gate()
             for lease in await self._lease():
                 self._begin(lease, tasks)
 
@@ -146,14 +131,14 @@ class RolloutLoop:
             self._has_room.clear()
 
     async def _attempt(self, lease: TaskLease) -> None:
-        failure: Exception | None = None
+        failure: BaseException | None = None
         with self._activity.track("rollout", waiting_on="inference"), metrics.ROLLOUT_SECONDS.time():
             try:
                 results = await self._produce(lease)
-            except Exception as error:  # noqa: BLE001  # user code may raise anything; the pool counts it
+            except USER_CODE_ERRORS as error:  # the pool counts it
                 failure = error
-                results = all_failed(lease, _verdict(error), f"{type(error).__name__}: {error}")
-            await self._put(lease, results)
+                results = all_failed(lease, _verdict(error), exception_text(error))
+            results = await self._put(lease, results)
         self._release()
         failed = next((result for result in results if result.error), None)
         if failed is not None:
@@ -174,22 +159,33 @@ class RolloutLoop:
                 raise
             raise DeadlineExceededError(f"no result after {self._limits.timeout_seconds:g} s") from error
         except asyncio.CancelledError as error:
-            if is_called_off():
+            if is_current_task_cancelled():
                 raise
             raise NexrlError("rollout cancelled itself") from error
 
-    async def _put(self, lease: TaskLease, results: Sequence[SampleResult]) -> None:
+    async def _put(self, lease: TaskLease, results: Sequence[SampleResult]) -> Sequence[SampleResult]:
+        """Put results, or failures if the pool refuses them. Returns what it put."""
         try:
-            await self._client.put(lease.purpose, results)
+            results = await self._put_or_fail(lease, results)
         except NexrlError as error:
             # The lease lapses and the samples are granted again: nothing is lost but the work.
             await self._activity.report(error, work_context=f"put of group {lease.group_id}")
-            return
+            return results
         purpose = Purpose.Name(lease.purpose)
         for result in results:
             metrics.SAMPLES.labels(purpose, Verdict.Name(result.verdict)).inc()
             for trajectory in result.trajectories:
                 metrics.TOKENS.inc(sum(span.end - span.start for span in trajectory.spans))
+        return results
+
+    async def _put_or_fail(self, lease: TaskLease, results: Sequence[SampleResult]) -> Sequence[SampleResult]:
+        try:
+            await self._client.put(lease.purpose, results)
+        except InvalidArgumentError as error:
+            # Without a verdict, the samples would wait until their lease lapses, and the reason would be lost.
+            results = all_failed(lease, VERDICT_ENV_ERROR, error)
+            await self._client.put(lease.purpose, results)
+        return results
 
     async def _renew_leases(self) -> None:
         period_seconds = self._limits.lease_seconds / 3
@@ -208,15 +204,14 @@ class RolloutLoop:
             log.warning("renew: %s", error)  # the next round is in time still
             return
         for task, lease in held.items():
-            # Where only some are lost the others still need the call; the put of the lost ones is fenced off.
+            # If only some samples are lost, continue for the rest. The pool fences off the lost ones.
             if lost.issuperset(sample.sample_id for sample in lease.samples) and self._held.pop(task, None) is not None:
                 metrics.LEASES_LOST.inc(len(lease.samples))
                 task.cancel()
                 self._update_room()
 
     async def _return_unseen(self, request_id: str) -> None:
-        """Return what the pool may have granted to the call that was broken off: its id brings the same answer
-        again."""
+        """Return samples of a cancelled lease call. The same request id returns the same samples."""
         try:
             response = await self._client.lease(1, wait_seconds=0, request_id=request_id)
             await self._return(response.leases)
@@ -251,7 +246,7 @@ def _units(response: LeaseTasksResponse, samples_together: bool) -> Iterator[Tas
             yield unit
 
 
-def _verdict(error: Exception) -> Verdict.ValueType:
+def _verdict(error: BaseException) -> Verdict.ValueType:
     match error:
         case RewardFailedError():
             return VERDICT_REWARD_ERROR
@@ -262,9 +257,13 @@ def _verdict(error: Exception) -> Verdict.ValueType:
 
 
 def _complete(lease: TaskLease, results: Sequence[SampleResult]) -> Sequence[SampleResult]:
-    """Exactly one result for each sample. Raises NexrlError when user code gave others."""
+    """Return `results` if there is exactly one for each sample. Raises NexrlError if user code returned others."""
+    if not isinstance(results, Sequence) or not all(isinstance(result, SampleResult) for result in results):
+        raise NexrlError(
+            f"rollout returned {type(results).__name__}; must return a list of SampleResult, one per sample"
+        )
     wanted = sorted((sample.sample_id, sample.attempt) for sample in lease.samples)
     given = sorted((result.sample_id, result.attempt) for result in results)
     if wanted != given:
-        raise NexrlError(f"rollout gave results for {given}, the lease holds {wanted}")
+        raise NexrlError(f"rollout returned results for {given}; the lease contains {wanted}")
     return results

@@ -5,15 +5,21 @@ Every function takes `rewards_B` (float) and `groups_B` (int, any labels; equal 
 size and be in any order) and returns float32 `advantages_B`. A group whose rewards are all equal gets exactly 0.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nexrl.algorithm import Advantage
+from nexrl.code_reference import USER_CODE_ERRORS, load_reference
+from nexrl.errors import InvalidArgumentError, TrainingFailedError
+from nexrl.exception_text import exception_text
+from nexrl.spec.algorithm import AlgorithmSpec, Grpo
+
 FloatArray = NDArray[np.floating[Any]]
 IntArray = NDArray[np.integer[Any]]
-Advantage = Callable[[FloatArray, IntArray], NDArray[np.float32]]
 
 _STD_FLOOR = 1e-4  # as in TRL and verl: keeps the advantage finite when a group's rewards barely differ
 
@@ -38,12 +44,24 @@ def leave_one_out_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArr
     return (_centred(rewards_B, groups_B) * scale_G[index_B]).astype(np.float32)
 
 
-# By the name in the experiment's `algorithm.advantage`.
 ADVANTAGES: Mapping[str, Advantage] = {
     "group_mean": group_mean_advantages,
     "group_mean_std": group_standardized_advantages,
     "rloo": leave_one_out_advantages,
 }
+"""By the name in the experiment's `algorithm.advantage`."""
+
+
+def advantage_function(algorithm: AlgorithmSpec, folder: Path) -> Advantage:
+    """Return the advantage that `algorithm.advantage` names; user code is looked up in `folder`.
+
+    Algorithm type mock takes rewards as they are. Raises InvalidArgumentError if user code cannot be loaded.
+    """
+    if not isinstance(algorithm, Grpo):
+        return lambda rewards_B, groups_B: rewards_B.astype(np.float32)
+    if algorithm.advantage in ADVANTAGES:
+        return ADVANTAGES[algorithm.advantage]
+    return _user_advantage(algorithm.advantage, folder)
 
 
 def zero_variance_samples(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.bool_]:
@@ -65,6 +83,26 @@ def _centred(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float64]:
 
 
 def _group_index(groups_B: IntArray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Each sample's group as 0..G-1, and the size of each group."""
+    """Return each sample's group as 0..G-1, and the size of each group."""
     _, index_B, size_G = np.unique(groups_B, return_inverse=True, return_counts=True)
     return index_B, size_G
+
+
+def _user_advantage(reference: str, folder: Path) -> Advantage:
+    advantage = load_reference(reference, folder)
+    if not callable(advantage):
+        raise InvalidArgumentError(f"algorithm.advantage {reference}: not a function but {type(advantage).__name__}")
+
+    def checked(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
+        try:
+            advantages_B = np.asarray(advantage(rewards_B, groups_B), np.float32)
+        except USER_CODE_ERRORS as error:
+            raise TrainingFailedError(f"algorithm.advantage {reference}: {exception_text(error)}") from error
+        if advantages_B.shape != rewards_B.shape:
+            shapes = f"returned shape {list(advantages_B.shape)}; one per sample, {list(rewards_B.shape)}, is needed"
+            raise InvalidArgumentError(f"algorithm.advantage {reference}: {shapes}")
+        if not np.isfinite(advantages_B).all():
+            raise TrainingFailedError(f"algorithm.advantage {reference}: an advantage is not finite")
+        return advantages_B
+
+    return checked

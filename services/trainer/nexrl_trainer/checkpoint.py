@@ -1,19 +1,18 @@
-"""Checkpoints: everything needed to continue a run bit for bit, complete or not there at all.
+"""Checkpoints: everything needed to continue a run bit for bit. A checkpoint is complete or does not exist.
 
-    <folder>/global_step_<n>/         holds exactly n updates
+    <folder>/global_step_<n>/         the weights after n updates
         config.json model.safetensors tokenizer.json ...   what `AutoModelForCausalLM.from_pretrained` opens
         training_state.safetensors    optimizer state and random-number state
         checkpoint.json               the commit marker, written last: metadata, SHA-256 of the other files
-    <folder>/global_step_<n>.ahead-of-ledger/   never loaded again: its last steps were made of batches that Redis lost
+    <folder>/global_step_<n>.ahead-of-ledger/   never loaded again: Redis lost the batches of its last steps
 
-A checkpoint is written under `global_step_<n>.tmp`, forced to disk, and renamed. A kill at any instruction leaves
-either the name without the suffix and all its content, or no such name. torch.distributed.checkpoint is not used
-because its metadata file is a pickle.
+A checkpoint is written to `global_step_<n>.tmp`, forced to disk, and renamed. A process killed at any instruction
+leaves either the final name with all content, or no final name. torch.distributed.checkpoint is not used because its
+metadata file is a pickle.
 """
 
 import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -25,53 +24,52 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from nexrl.durable import force_to_disk
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
-from nexrl.models import iter_weights
+from nexrl.fsync import fsync_path
+from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, checkpoint_path, checkpoints_by_step
 from nexrl_trainer.step import Learner
 
 _FORMAT = 1
-_MARKER = "checkpoint.json"
-_MODEL = "model.safetensors"
 _STATE = "training_state.safetensors"
 _RNG = "rng.torch_cpu"
-_NAME = re.compile(r"global_step_(\d+)")
 _PARTIAL_SUFFIX = ".tmp"
 _AHEAD_SUFFIX = ".ahead-of-ledger"
 SETTLED_SECONDS = 10.0
-"""A checkpoint that is older than this has been committed in every copy of the ledger: more than Redis can lose
-(appendfsync everysec: 2 s; a fail-over to a replica: as far as it may lag behind)."""
+"""A checkpoint older than this is committed in every copy of the ledger. It exceeds what Redis can lose: 2 s with
+appendfsync everysec, or the lag of a replica at a fail-over."""
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
     """What a checkpoint contains besides tensors.
 
-    `step`: updates in the weights, which is also their policy version. `batch_ids`: the batches trained since the
-    previous checkpoint. `cursor`: the data loader's position, any JSON object.
+    `step` is the number of updates in the weights, and so their policy version. `batch_ids` are the batches trained
+    since the previous checkpoint. `cursor` is the data loader's position, any JSON object. `drops_in_a_row` are the
+    batches that were dropped since the last one that was trained.
     """
 
     step: int
     batch_ids: tuple[int, ...] = ()
     cursor: Mapping[str, Any] = field(default_factory=dict)
     model_tag: str = "default"
+    drops_in_a_row: int = 0
 
 
 def save_checkpoint(
     folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, metadata: CheckpointMetadata
 ) -> Path:
-    """Write `global_step_<n>` below `folder` and return its path; when this returns, it survives a power cut.
+    """Write `global_step_<n>` below `folder` and return its path. Once this returns, it survives a power cut.
 
-    Raises AlreadyExistsError if that step has a checkpoint there, and FailedPreconditionError if `metadata.step` is not
-    the learner's.
+    Raises AlreadyExistsError if `folder` has a checkpoint of that step, and FailedPreconditionError if `metadata.step`
+    is not the learner's step.
     """
     if metadata.step != learner.step:
         raise FailedPreconditionError(
             f"checkpoint metadata says step {metadata.step}, the learner is at {learner.step}"
         )
-    final = folder / f"global_step_{metadata.step}"
+    final = checkpoint_path(folder, metadata.step)
     if final.exists():
         raise AlreadyExistsError(f"checkpoint {final} exists")
     partial = final.with_name(final.name + _PARTIAL_SUFFIX)
@@ -82,85 +80,77 @@ def save_checkpoint(
     save_file(_training_state(learner), partial / _STATE)
     _commit(partial, metadata)
     partial.rename(final)
-    force_to_disk(folder)
+    fsync_path(folder)
     return final
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
+    """Return the complete checkpoint of the highest step, or None."""
     found = _complete_checkpoints(folder)
     return found[-1] if found else None
 
 
 def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
-    """Put weights, optimizer, step and random-number state back into `learner`.
+    """Load weights, optimizer, step and random-number state into `learner`.
 
-    Raises NotFoundError if `path` is no complete checkpoint, and FailedPreconditionError if a file is damaged or the
-    checkpoint is of another model; the learner is unchanged then.
+    Raises NotFoundError if `path` is not a complete checkpoint, and FailedPreconditionError if a file is damaged or the
+    checkpoint is of another model. The learner is unchanged then. Needs memory for a second copy of the weights.
     """
     metadata = read_metadata(path)
     _check_files(path)
-    weights = load_file(path / _MODEL)
-    state = load_file(path / _STATE)
+    weights = _load_weights(path)
     _check_weights(path, weights, learner.model)
-    with torch.no_grad():
-        for name, tensor in iter_weights(learner.model):
-            tensor.copy_(weights[name])
+    state = load_file(path / _STATE)
+    learner.model.load_state_dict(weights)
     torch.set_rng_state(state.pop(_RNG))
-    learner.load_optimizer_tensors(state)
+    learner.optimizer.load_tensors(state)
     learner.step = metadata.step
     return metadata
 
 
 def read_metadata(path: Path) -> CheckpointMetadata:
-    """The checkpoint's metadata. Raises NotFoundError if `path` is no complete checkpoint."""
+    """Return the checkpoint's metadata. Raises NotFoundError if `path` is not a complete checkpoint."""
     saved = _read_marker(path)["metadata"]
     return CheckpointMetadata(**{**saved, "batch_ids": tuple(saved["batch_ids"])})
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a checkpoint that must never be loaded again; gives its new path. Deleting it is for people."""
+    """Rename a checkpoint that must never be loaded again; return its new path. Only people delete it."""
     names = (f"{path.name}{_AHEAD_SUFFIX}{number or ''}" for number in count())
     aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(aside)
-    force_to_disk(path.parent)
+    fsync_path(path.parent)
     return aside
 
 
 def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
-    """Delete what no resume can need, and what killed writers left; return the paths of checkpoints deleted.
+    """Delete checkpoints that no resume can need, and the remains of killed writers; return the deleted checkpoints.
 
-    The `keep` newest stay, and so does each whose successor is younger than SETTLED_SECONDS: a ledger that has lost its
-    last writes may know of no newer one. Not to be called while a checkpoint is being written to `folder`.
+    The `keep` newest stay. A checkpoint whose successor is younger than SETTLED_SECONDS stays too: a ledger that lost
+    its last writes may know no newer one. Must not be called while a checkpoint is being written to `folder`.
     """
     if keep < 1:
         raise FailedPreconditionError(f"keep is {keep}; must be at least 1, or a run could not be resumed")
     settled = time.time() - SETTLED_SECONDS
     followed = list(pairwise(_complete_checkpoints(folder)))[: -(keep - 1) or None]
-    deleted = [path for path, successor in followed if (successor / _MARKER).stat().st_mtime < settled]
+    deleted = [path for path, successor in followed if (successor / CHECKPOINT_MARKER).stat().st_mtime < settled]
     for path in deleted:
         # Renamed first: a kill within rmtree must not leave a checkpoint that looks complete.
         path.rename(path.with_name(path.name + _PARTIAL_SUFFIX))
-    for leftover in folder.glob(f"global_step_*{_PARTIAL_SUFFIX}"):
+    for leftover in folder.glob(f"{CHECKPOINT_PREFIX}*{_PARTIAL_SUFFIX}"):
         shutil.rmtree(leftover)
     return deleted
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
-    """In ascending order of step; unfinished ones, and those put aside, are not seen."""
-    # By number, since global_step_10 sorts before global_step_9 as text.
-    steps = {
-        int(match[1]): path
-        for path in folder.glob("global_step_*")
-        if (match := _NAME.fullmatch(path.name)) and (path / _MARKER).is_file()
-    }
-    return [steps[step] for step in sorted(steps)]
+    """Return the checkpoints in ascending order of step, without unfinished ones and those put aside."""
+    return [path for path in checkpoints_by_step(folder).values() if (path / CHECKPOINT_MARKER).is_file()]
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
-    marker = path / _MARKER
+    marker = path / CHECKPOINT_MARKER
     if not marker.is_file():
-        raise NotFoundError(f"{path} is not a complete checkpoint: no {_MARKER}")
+        raise NotFoundError(f"{path} is not a complete checkpoint: no {CHECKPOINT_MARKER}")
     content: dict[str, Any] = json.loads(marker.read_text())
     if content["format"] != _FORMAT:
         raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {_FORMAT}")
@@ -174,28 +164,41 @@ def _check_files(path: Path) -> None:
 
 
 def _training_state(learner: Learner) -> dict[str, Tensor]:
-    return {_RNG: torch.get_rng_state(), **learner.optimizer_tensors()}
+    return {_RNG: torch.get_rng_state(), **learner.optimizer.tensors()}
 
 
 def _commit(partial: Path, metadata: CheckpointMetadata) -> None:
-    """Force all files to disk, then write the marker that says so."""
+    """Force all files to disk, then write the marker."""
     files = sorted(path for path in partial.iterdir() if path.is_file())
     for path in files:
-        force_to_disk(path)
+        fsync_path(path)
     digests = {path.name: _sha256(path) for path in files}
     marker = {"format": _FORMAT, "metadata": asdict(metadata), "sha256": digests}
-    (partial / _MARKER).write_text(json.dumps(marker, indent=2))
-    force_to_disk(partial / _MARKER)
-    force_to_disk(partial)
+    (partial / CHECKPOINT_MARKER).write_text(json.dumps(marker, indent=2))
+    fsync_path(partial / CHECKPOINT_MARKER)
+    fsync_path(partial)
+
+
+def _load_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights by the model's own names. The file has other names and shapes for some of them."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+    model, report = loaded
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in report["missing_keys"]}
 
 
 def _check_weights(path: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-    for name, tensor in iter_weights(model):
-        saved = weights.get(name)
-        if saved is None or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-            found = "nothing" if saved is None else f"{saved.dtype} {tuple(saved.shape)}"
-            wanted = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise FailedPreconditionError(f"checkpoint {path} is of another model: {name} is {found}, not {wanted}")
+    wanted = {name: _kind(tensor) for name, tensor in model.state_dict().items()}
+    found = {name: _kind(tensor) for name, tensor in weights.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise FailedPreconditionError(
+                f"checkpoint {path} is of another model: {name} is {found.get(name, 'nothing')}, "
+                f"not {wanted.get(name, 'nothing')}"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _sha256(path: Path) -> str:

@@ -6,24 +6,28 @@ resume -> publish -> (lease -> train -> ack -> publish -> checkpoint when due)* 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Self, TypeVar
 
-import grpc
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import Gauge
 from transformers import PreTrainedTokenizerBase
 
 from nexrl.activity import ActivityTracker
-from nexrl.errors import FailedPreconditionError, LeaseLostError
+from nexrl.client import TrainBatchClient
+from nexrl.errors import FailedPreconditionError, LeaseLostError, TrainingFailedError
 from nexrl.models import iter_weights
-from nexrl.rpc.client import call, new_request_id
+from nexrl.run_layout import CHECKPOINT_PREFIX, checkpoint_path
 from nexrl.spec import ExperimentSpec
+from nexrl.train_batch import TrainBatch
+from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import train_batch_pool_service_pb2 as pb
-from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceStub
+from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl.weights.publisher import WeightPublisher
 from nexrl_trainer.checkpoint import (
     CheckpointMetadata,
@@ -34,16 +38,16 @@ from nexrl_trainer.checkpoint import (
     read_metadata,
     save_checkpoint,
 )
-from nexrl_trainer.codec import decode_train_batch
 from nexrl_trainer.step import Learner
-
-if TYPE_CHECKING:
-    from grpc.aio import UnaryUnaryCall
 
 log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 20.0
-CALL_SECONDS = 60.0
+UNTRAINABLE_BATCHES = 10
+"""Batches in a row without a trained token after which the trainer warns."""
+
+MAX_DROPS_IN_A_ROW = 3
+"""If so many batches are dropped one after another, the fault is in the weights or the settings, not in a batch. A
+checkpoint contains the count, because a new process must not start it again."""
 
 STEP = Gauge("nexrl_trainer_step", "Optimizer steps made.")
 STEP_SECONDS = Gauge("nexrl_trainer_step_seconds", "Seconds of the last step, by phase.", ["phase"])
@@ -62,14 +66,14 @@ class Checkpoints:
 
 
 class TrainWorker:
-    """Trains until the steps are made or the data is exhausted. All torch work on the learner is in one thread."""
+    """Trains until the steps are made or the data is exhausted. One thread does all torch work on the learner."""
 
     def __init__(
         self,
         spec: ExperimentSpec,
         learner: Learner,
         checkpoints: Checkpoints,
-        channel: grpc.aio.Channel,
+        pool: TrainBatchClient,
         publisher: WeightPublisher,
         activity: ActivityTracker,
     ) -> None:
@@ -78,22 +82,23 @@ class TrainWorker:
         self.doing = "idle"
         self.is_done = False
         self.has_begun = asyncio.Event()
-        """Set when the ledger knows of this trainer."""
+        """Set when this trainer has registered with the ledger."""
         self._checkpoints = checkpoints
-        self._pool = TrainBatchPoolServiceStub(channel)
+        self._pool = pool
         self._publisher = publisher
         self._activity = activity
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
-        # Whoever changes or sends the weights holds it.
         self.weights_lock = asyncio.Lock()
+        """Held while weights are changed, sent or used in a forward pass."""
         # Held from a batch to its checkpoint: a stop waits for it, so that it finds whole steps only.
         self._step_in_hand = asyncio.Lock()
         self._checkpointed_step = -1
-        self._incarnation = 0
+        self._untrainable_batches = 0
         self._acked_steps = -1
         self._is_checkpoint_wanted = False
         self._is_contradicted = False
         self._data_cursor = 0
+        self._drops_in_a_row = 0
         self._trained_since_checkpoint: list[int] = []
 
     async def run(self) -> None:
@@ -110,9 +115,14 @@ class TrainWorker:
                 log.warning("the data is exhausted after %d of %d steps", self.learner.step, self.spec.trainer.steps)
                 break
             async with self._step_in_hand:
-                await self._step(batch)
+                try:
+                    await self._step(batch)
+                except TrainingFailedError as error:
+                    await self._report_failure(batch, error)
+                    continue
                 if self._is_checkpoint_due():
                     await self.save_checkpoint()
+        self._refuse_to_end_untrained()
         async with self._step_in_hand:
             await self.save_checkpoint()
             self.is_done = True
@@ -122,10 +132,15 @@ class TrainWorker:
         """Run torch work where all of it runs, so that its threads are not doubled."""
         return await asyncio.get_running_loop().run_in_executor(self._torch, function)
 
+    async def forward(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """Log-probabilities of the trained tokens under the current weights, 0 elsewhere. Waits for a running step."""
+        async with self.weights_lock:
+            return await self.in_torch_thread(lambda: self.learner.forward(batch))
+
     async def publish(self) -> None:
         """Make the current weights the committed policy version, unless a later one has been committed already.
 
-        A trainer that replays steps after a crash meets versions that its predecessor had published.
+        This is the case if the trainer replays steps after a crash: its predecessor may have published later versions.
         """
         with self._phase("publish", waiting_on="weight-sync"):
             async with self.weights_lock:
@@ -134,10 +149,10 @@ class TrainWorker:
     async def save_checkpoint(self) -> Path:
         """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed.
 
-        Raises AlreadyExistsError when the folder has other weights of that step, LeaseLostError when the ledger does
-        not know of these steps.
+        Raises AlreadyExistsError when the folder has other weights of that step, LeaseLostError when the ledger has
+        no record of these steps.
         """
-        path = self._checkpoints.folder / f"global_step_{self.learner.step}"
+        path = checkpoint_path(self._checkpoints.folder, self.learner.step)
         with self._phase("checkpoint"):
             if self.learner.step != self._checkpointed_step:
                 metadata = CheckpointMetadata(
@@ -145,124 +160,97 @@ class TrainWorker:
                     batch_ids=tuple(self._trained_since_checkpoint),
                     cursor={"position": self._data_cursor},
                     model_tag=self.spec.model.tag,
+                    drops_in_a_row=self._drops_in_a_row,
                 )
                 folder = self._checkpoints.folder
                 await self.in_torch_thread(
                     lambda: save_checkpoint(folder, self.learner, self._checkpoints.tokenizer, metadata)
                 )
             self._checkpointed_step = self.learner.step
-            if (
-                self.learner.step == self._acked_steps
-            ):  # else the Trainer RPCs have made it: no train batch belongs to it
+            # Steps made through the Trainer RPCs have no train batch to commit.
+            if self.learner.step == self._acked_steps:
                 await self._commit_checkpoint()
             self._trained_since_checkpoint.clear()
         return path
 
     async def stop(self) -> None:
-        """Finish the step in hand, and save what no checkpoint contains yet. The loop is cancelled after this."""
+        """Finish the running step, and save a checkpoint if it is not saved yet. The loop is cancelled next."""
         await self._step_in_hand.acquire()
         if self.learner.step == self._acked_steps and not self.is_done and not self._is_contradicted:
             await self.save_checkpoint()
 
     async def load_checkpoint(self, path: Path) -> None:
-        """Put a checkpoint's state into the learner, and remember where its data goes on."""
+        """Load a checkpoint into the learner, and note the position in the data at which to continue."""
         metadata = await self.in_torch_thread(lambda: load_checkpoint(path, self.learner))
         self._data_cursor = int(metadata.cursor.get("position", 0))
+        self._drops_in_a_row = metadata.drops_in_a_row
         self._checkpointed_step = self.learner.step if path.parent == self._checkpoints.folder else -1
         log.info("loaded %s", path)
 
     async def _commit_checkpoint(self) -> None:
-        request = pb.CommitCheckpointRequest(
-            request_id=new_request_id(),
-            model_tag=self.spec.model.tag,
-            steps=self.learner.step,
-            incarnation=self._incarnation,
-        )
-        await self._call_ledger(self._pool.CommitCheckpoint, request)
-        # Only now: until the ledger knows of this checkpoint it resumes from an older one.
+        await self._ask_ledger(self._pool.commit(self.learner.step))
+        # Delete older checkpoints last: until the commit, the ledger resumes from one of them.
         await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep)
 
     async def _resume(self) -> None:
-        """Begin at the newest checkpoint that the ledger can follow.
+        """Start from the newest checkpoint that is not ahead of the ledger.
 
-        One that is ahead of the ledger (Redis has lost acknowledgements) is put aside before an older one is tried: the
-        samples of its last steps will be granted again, so that nobody may ever go on from it.
+        A checkpoint is ahead of the ledger if Redis has lost acknowledgements. It is put aside, and an older one is
+        tried. The samples of its last steps will be granted again, so no trainer may ever continue from it.
         """
         while True:
             path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from
             begin = read_metadata(path) if path else CheckpointMetadata(step=0)
             try:
-                answer = await self._resume_from(begin)
+                answer = await self._pool.resume(begin.step, int(begin.cursor.get("position", 0)))
                 break
             except FailedPreconditionError as refusal:
                 await self._put_aside(path, begin.step, refusal)
         if path is not None:
             await self.load_checkpoint(path)
-        self._incarnation, self._acked_steps = answer.incarnation, self.learner.step
-        state = await self._pool_state()
+        self._acked_steps = self.learner.step
+        state = await self._pool.state()
         self._publisher.newest_version = max(self.learner.step, state.durable_steps + state.trained + state.queued)
         log.info("trainer %d begins at step %d", answer.incarnation, self.learner.step)
         if answer.replayed_steps:
             log.warning("%d steps are in no checkpoint and will be replayed", answer.replayed_steps)
 
-    async def _resume_from(self, begin: CheckpointMetadata) -> pb.ResumeFromCheckpointResponse:
-        request = pb.ResumeFromCheckpointRequest(
-            request_id=new_request_id(),
-            model_tag=self.spec.model.tag,
-            steps=begin.step,
-            data_cursor=int(begin.cursor.get("position", 0)),
-        )
-        return await call(self._pool.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
-
     async def _put_aside(self, path: Path | None, step: int, refusal: FailedPreconditionError) -> None:
-        """Put a checkpoint aside that is ahead of the ledger. Raises FailedPreconditionError when that is not why."""
-        state = await self._pool_state()
+        """Put a checkpoint aside that is ahead of the ledger. Raises FailedPreconditionError if it is not ahead."""
+        state = await self._pool.state()
         acknowledged, folder = state.durable_steps + state.trained, self._checkpoints.folder
         if path is None or path.parent != folder or step <= acknowledged:
-            at_hand = ", ".join(sorted(found.name for found in folder.glob("global_step_*"))) or "none"
+            existing = ", ".join(sorted(found.name for found in folder.glob(f"{CHECKPOINT_PREFIX}*"))) or "none"
             raise FailedPreconditionError(
-                f"no checkpoint fits the ledger, which goes on from {state.durable_steps} to {acknowledged} steps. "
-                f"In {folder}: {at_hand}; tried last: {path or 'the initial weights'}. Put a checkpoint of so many "
+                f"no checkpoint fits the ledger, which can resume from {state.durable_steps} to {acknowledged} steps. "
+                f"In {folder}: {existing}; tried last: {path or 'the initial weights'}. Put a checkpoint of so many "
                 "steps there, or start under another metadata.name with resume.mode from_path and one of these"
             ) from refusal
         aside = await asyncio.to_thread(put_aside, path)
         log.warning(
-            "%s is kept as %s and not used: the ledger knows of %d steps only, so Redis has lost its last writes",
+            "%s is kept as %s and not used: the ledger has only %d steps, because Redis has lost its last writes",
             *(path, aside.name, acknowledged),
         )
 
-    async def _pool_state(self) -> pb.GetTrainBatchPoolStateResponse:
-        request = pb.GetTrainBatchPoolStateRequest(model_tag=self.spec.model.tag)
-        return await call(self._pool.GetTrainBatchPoolState, request, timeout_seconds=CALL_SECONDS)
+    async def _ask_ledger(self, answer: Awaitable[ResultT]) -> ResultT:
+        """Await a call of the pool. Raises LeaseLostError if the ledger contradicts what this trainer has made.
 
-    async def _call_ledger(
-        self, method: "Callable[..., UnaryUnaryCall[Any, ResponseT]]", request: object, wait_seconds: float = 0
-    ) -> ResponseT:
-        """Call the pool. Raises LeaseLostError when the ledger holds something else than this trainer has made.
-
-        The process ends then, and is started again: only `_resume` can mend this, never a repeated call, and these
-        weights must be neither saved nor trained on.
+        The process then ends and is restarted, because `_resume` can repair this and a retry cannot. These weights must
+        be neither saved nor trained further.
         """
         try:
-            return await call(method, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+            return await answer
         except FailedPreconditionError as error:
             self._is_contradicted = True
             raise LeaseLostError(
-                f"the ledger contradicts this trainer, which has made {self.learner.step} steps: {error}; "
-                "started again, it goes on from a checkpoint that both know"
+                f"the ledger disagrees with this trainer after {self.learner.step} steps: {error}. Restart; it resumes "
+                "from the newest checkpoint that the ledger has a record of"
             ) from error
 
     async def _next_batch(self) -> pb.TrainBatch | None:
         with self._phase("wait_batch", waiting_on="trajectory-pool"):
             while True:
-                request = pb.LeaseTrainBatchRequest(
-                    request_id=new_request_id(),
-                    model_tag=self.spec.model.tag,
-                    step=self.learner.step,
-                    wait_seconds=WAIT_SECONDS,
-                    incarnation=self._incarnation,
-                )
-                answer = await self._call_ledger(self._pool.LeaseTrainBatch, request, WAIT_SECONDS)
+                answer = await self._ask_ledger(self._pool.lease(self.learner.step))
                 if answer.HasField("train_batch"):
                     return answer.train_batch
                 if answer.exhausted:
@@ -274,22 +262,60 @@ class TrainWorker:
             async with self.weights_lock:
                 arrays = decode_train_batch(batch.tensors)
                 metrics = await self.in_torch_thread(lambda: self.learner.train(arrays))
+        if metrics.token_count:
+            self._drops_in_a_row = 0
+        self._drops_in_a_row += batch.dropped
         self._data_cursor = batch.data_cursor
         self._trained_since_checkpoint.append(batch.batch_id)
-        request = pb.AckTrainBatchRequest(
-            request_id=new_request_id(),
-            model_tag=self.spec.model.tag,
-            step=step,
-            incarnation=self._incarnation,
-            sample_ids=batch.sample_ids,
-            put_id=batch.put_id,
-        )
-        answer = await self._call_ledger(self._pool.AckTrainBatch, request)
+        answer = await self._ask_ledger(self._pool.ack(step, batch))
         self._is_checkpoint_wanted = answer.checkpoint_wanted
         self._acked_steps = self.learner.step
         STEP.set(self.learner.step)
-        figures = {**batch.metrics, **metrics.figures(), "train_seconds": training.seconds}
+        await self._watch_for_untrainable(arrays)
+        figures = {
+            **batch.metrics,
+            **metrics.figures(),
+            "train_seconds": training.seconds,
+            "untrainable_batches": float(self._untrainable_batches),
+            "checkpointed_steps": float(max(0, self._checkpointed_step)),
+        }
         await asyncio.gather(self._post(figures), self.publish())
+
+    async def _report_failure(self, batch: pb.TrainBatch, error: TrainingFailedError) -> None:
+        """Tell the pool that training `batch` failed; the step is then leased again.
+
+        The pool returns the same batch after the first failure. After the second it returns one without sequences: the
+        step counts, and changes no weight. Raises `error` if batch after batch is dropped, and at once if the user's
+        loss raised: the code is at fault then, and no batch may be dropped for it.
+        """
+        if error.__cause__ is not None:
+            raise error
+        if not await self._ask_ledger(self._pool.fail(self.learner.step, batch)):
+            log.warning("batch %d: %s; trying it again", batch.batch_id, error)
+            return
+        log.error("batch %d: %s; dropped its samples %s", batch.batch_id, error, " ".join(batch.sample_ids))
+        if self._drops_in_a_row + 1 >= MAX_DROPS_IN_A_ROW:
+            raise error
+
+    def _refuse_to_end_untrained(self) -> None:
+        """Raise TrainingFailedError if training ends with dropped batches only: such a run must not succeed."""
+        if self._drops_in_a_row >= min(MAX_DROPS_IN_A_ROW, max(self.learner.step, 1)):
+            raise TrainingFailedError(
+                f"the last {self._drops_in_a_row} of {self.learner.step} batches were dropped, because their training "
+                "failed twice; the trainer's log has the reason of each. Correct the loss or the settings, then resume "
+                "with more trainer.steps, or start a new run"
+            )
+
+    async def _watch_for_untrainable(self, batch: TrainBatch) -> None:
+        """Warn when no sample of many batches in a row was trained: the steps are counted and nothing is learned."""
+        self._untrainable_batches = 0 if batch.token_count else self._untrainable_batches + 1
+        if self._untrainable_batches and self._untrainable_batches % UNTRAINABLE_BATCHES == 0:
+            await self._activity.report(
+                f"no sample of the last {self._untrainable_batches} batches could be trained: each group's rewards "
+                "are equal (algorithm.zeroVarianceGroups: drop), or the algorithm processor returned no sequences",
+                work_context=f"step {self.learner.step}",
+                severity=SEVERITY_WARNING,
+            )
 
     async def _post(self, metrics: Mapping[str, float]) -> None:
         await self._activity.post_metrics(self.learner.step, metrics)

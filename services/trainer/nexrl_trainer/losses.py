@@ -2,35 +2,80 @@
 
 Suffixes: _T trained tokens, flat (no padding, no masked token), _V vocabulary.
 Each loss is a weighted sum over tokens. `weights_T` carries mask, aggregation and the step's one GLOBAL denominator, so
-the losses of any split of a step into micro-batches, or ranks, add up to the loss of the whole step.
+the losses of any split of a step into micro-batches, or ranks, add up to the loss of the whole step. The entropy bonus
+and the KL penalty use the same weights: with aggregation "sequence" they are means over sequences of each one's token
+mean.
+
+Every log ratio is clamped to ±MAX_LOG_RATIO first: exp overflows float32 above 88.7, and then 0 * inf makes the
+gradient NaN even where a clip removes the token. A clamped token has no gradient through its ratio.
 """
 
-from dataclasses import dataclass
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from nexrl.algorithm import LossInputs, LossOutputs
+from nexrl.code_reference import USER_CODE_ERRORS, load_reference, refused_arguments
+from nexrl.errors import InvalidArgumentError, TrainingFailedError
+from nexrl.exception_text import exception_text
+from nexrl.spec.algorithm import AlgorithmSpec, OwnLoss
 
-@dataclass(frozen=True)
-class LossInputs:
-    """What a loss may look at. All float32, shape [T].
+MAX_LOG_RATIO = 20.0
+"""The limit of verl (verl/trainer/ppo/core_algos.py, compute_policy_loss): ratios stay within e^-20 and e^20."""
 
-    `logprobs_T` come from the model being trained, `rollout_logprobs_T` were recorded when the tokens were sampled;
-    both at the sampling temperature.
-    """
-
-    logprobs_T: Tensor
-    rollout_logprobs_T: Tensor
-    advantages_T: Tensor
-    weights_T: Tensor
+PolicyLoss: TypeAlias = Callable[[LossInputs], LossOutputs]
 
 
 @dataclass(frozen=True)
-class LossOutputs:
-    """`loss` is a scalar to call backward on; `clipped_T` (bool) marks tokens whose ratio met a limit."""
+class ObjectiveTerms:
+    """What a step minimises, a scalar to call backward on, and its terms per token for metrics. Shape [T]."""
 
-    loss: Tensor
+    objective: Tensor
+    entropy_T: Tensor
+    kl_T: Tensor
     clipped_T: Tensor
+
+
+class Objective:
+    """Policy loss - entropyCoefficient * sum w * entropy + klCoefficient * sum w * KL(policy || initial model)."""
+
+    def __init__(self, algorithm: AlgorithmSpec, folder: Path) -> None:
+        self.algorithm = algorithm
+        self._policy_loss = policy_loss(algorithm, folder)
+
+    def __call__(self, inputs: LossInputs, logprobs_TV: Tensor, reference_logprobs_T: Tensor | None) -> ObjectiveTerms:
+        """Return the terms of these tokens. Without reference log-probabilities there is no KL term."""
+        outputs = self._policy_loss(inputs)
+        with torch.set_grad_enabled(self.algorithm.entropy_coefficient != 0):
+            entropy_T = token_entropy(logprobs_TV)
+        objective = outputs.loss - self.algorithm.entropy_coefficient * (inputs.weights_T * entropy_T).sum()
+        kl_T = torch.zeros_like(entropy_T)
+        if reference_logprobs_T is not None:
+            kl_T = kl_penalty(inputs, reference_logprobs_T, self.algorithm)
+            objective = objective + self.algorithm.kl_coefficient * (inputs.weights_T * kl_T).sum()
+        return ObjectiveTerms(objective, entropy_T, kl_T, outputs.clipped_T)
+
+    def check_step(self, loss: float) -> None:
+        """Check the end of a step, whose loss was `loss`.
+
+        Raises TrainingFailedError if the loss was NaN or infinite, or the gradient of a user's loss was,
+        InvalidArgumentError if a user's loss had no gradient in any micro-batch.
+        """
+        if isinstance(self._policy_loss, _UserLoss):
+            self._policy_loss.check_step(loss)
+        _check_finite(self.algorithm.loss, loss)
+
+
+def log_ratio(logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:
+    """log p - log p_other, clamped to ±MAX_LOG_RATIO. Shape [T]."""
+    return (logprobs_T - other_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def reinforce_loss(inputs: LossInputs) -> LossOutputs:
@@ -44,22 +89,42 @@ def clipped_policy_loss(inputs: LossInputs, *, clip_low: float, clip_high: float
 
     PPO (arXiv 1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476).
     """
-    ratio_T = (inputs.logprobs_T - inputs.rollout_logprobs_T).exp()
+    ratio_T = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).exp()
     unclipped_T = ratio_T * inputs.advantages_T
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * inputs.advantages_T
     loss = -(inputs.weights_T * torch.minimum(unclipped_T, clipped_T)).sum()
     return LossOutputs(loss, (clipped_T < unclipped_T).detach())
 
 
-def cispo_loss(inputs: LossInputs, *, max_ratio: float) -> LossOutputs:
-    """-sum w * stop_gradient(min(r, max_ratio)) * A * log p, r = p / p_rollout.
+def cispo_loss(inputs: LossInputs, *, clip_high: float) -> LossOutputs:
+    """-sum w * stop_gradient(min(r, 1 + clip_high)) * A * log p, r = p / p_rollout.
 
     CISPO (arXiv 2506.13585) in ScaleRL's one-sided form (arXiv 2510.13786): a token beyond the limit keeps a
     gradient, with a bounded weight.
     """
-    ratio_T = (inputs.logprobs_T - inputs.rollout_logprobs_T).detach().exp()
-    loss = -(inputs.weights_T * ratio_T.clamp(max=max_ratio) * inputs.advantages_T * inputs.logprobs_T).sum()
-    return LossOutputs(loss, ratio_T > max_ratio)
+    ratio_T = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).detach().exp()
+    loss = -(inputs.weights_T * ratio_T.clamp(max=1 + clip_high) * inputs.advantages_T * inputs.logprobs_T).sum()
+    return LossOutputs(loss, ratio_T > 1 + clip_high)
+
+
+LOSSES: Mapping[str, Callable[..., LossOutputs]] = {
+    "ppo_clip": clipped_policy_loss,
+    "cispo": cispo_loss,
+    "reinforce": reinforce_loss,
+}
+"""By the name in the experiment's `algorithm.loss`. Keyword arguments are keys of `algorithm` of the same name."""
+
+
+def policy_loss(algorithm: AlgorithmSpec, folder: Path) -> PolicyLoss:
+    """Return the loss that `algorithm.loss` names, with its keyword arguments; user code is looked up in `folder`.
+
+    Raises InvalidArgumentError if user code cannot be loaded.
+    """
+    if isinstance(algorithm, OwnLoss):
+        return _UserLoss(algorithm.loss, folder, algorithm.loss_config)
+    loss = LOSSES[algorithm.loss]
+    keywords = [name for name, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    return partial(loss, **{name: getattr(algorithm, name) for name in keywords})
 
 
 def reference_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
@@ -67,10 +132,94 @@ def reference_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
 
     Source: J. Schulman, "Approximating KL divergence" (2020). Shape [T].
     """
-    difference_T = reference_logprobs_T - logprobs_T
+    difference_T = log_ratio(reference_logprobs_T, logprobs_T)
     return torch.expm1(difference_T) - difference_T
+
+
+def kl_penalty(inputs: LossInputs, reference_logprobs_T: Tensor, algorithm: AlgorithmSpec) -> Tensor:
+    """Return the KL estimate that `algorithm.kl_estimator` names. Shape [T].
+
+    "k3": the value is unbiased for samples of the policy itself, the gradient is not that of the KL divergence.
+    "k3_unbiased": r * k3 with r = p / p_rollout; value and gradient are unbiased, for samples of an older policy too
+    (DeepSeek-V3.2, arXiv 2512.02556; TRL's default).
+    """
+    kl_T = reference_kl(inputs.logprobs_T, reference_logprobs_T)
+    if algorithm.kl_estimator == "k3":
+        return kl_T
+    return log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).exp() * kl_T
 
 
 def token_entropy(logprobs_TV: Tensor) -> Tensor:
     """-sum_v p log p of each row of normalised log-probabilities. Shape [T], nats."""
     return -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+class _UserLoss:
+    """A loss of the user: what it returns and its gradient are checked, and errors name its reference."""
+
+    def __init__(self, reference: str, folder: Path, config: Mapping[str, Any]) -> None:
+        loss = load_reference(reference, folder)
+        if not callable(loss):
+            raise InvalidArgumentError(f"algorithm.loss {reference}: not a function but {type(loss).__name__}")
+        if problem := refused_arguments(loss, ["inputs"], config):
+            raise InvalidArgumentError(f"algorithm.lossConfig: {reference} does not accept it: {problem}")
+        self._reference, self._loss, self._config = reference, loss, config
+        self._calls = 0
+        self._are_gradients_finite: list[Tensor] = []
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        own_T = inputs.logprobs_T.view_as(inputs.logprobs_T)
+        own_T.register_hook(self._note_gradient)
+        try:
+            outputs = self._loss(replace(inputs, logprobs_T=own_T), **self._config)
+        except USER_CODE_ERRORS as error:
+            self._calls, self._are_gradients_finite = 0, []
+            raise TrainingFailedError(f"algorithm.loss {self._reference}: {exception_text(error)}") from error
+        if fault := _fault(outputs, inputs):
+            raise InvalidArgumentError(f"algorithm.loss {self._reference}: {fault}")
+        self._calls += 1
+        if outputs.loss.requires_grad:
+            return outputs  # type: ignore[no-any-return]  # as _fault has found
+        # No token of this micro-batch may matter to the loss. `backward` needs a graph; the empty sum adds only that.
+        return LossOutputs(outputs.loss + inputs.logprobs_T[:0].sum(), outputs.clipped_T)
+
+    def check_step(self, loss: float) -> None:
+        """Raise what `Objective.check_step` says. Forgets the step."""
+        calls, self._calls = self._calls, 0
+        are_finite, self._are_gradients_finite = self._are_gradients_finite, []
+        if calls and not are_finite:
+            raise InvalidArgumentError(
+                f"algorithm.loss {self._reference}: loss does not depend on logprobs_T in any micro-batch of the step, "
+                "so it has no gradient"
+            )
+        _check_finite(self._reference, loss)
+        if are_finite and not torch.stack(are_finite).all():
+            raise TrainingFailedError(
+                f"algorithm.loss {self._reference}: its gradient by logprobs_T is not finite; clamp log ratios before "
+                f"exp, as built-in losses do at {MAX_LOG_RATIO:g}"
+            )
+
+    def _note_gradient(self, gradient_T: Tensor) -> None:
+        # Read at the end of the step: reading a value back for each micro-batch would stall a GPU.
+        self._are_gradients_finite.append(torch.isfinite(gradient_T).all())
+
+
+def _check_finite(name: str, loss: float) -> None:
+    if not math.isfinite(loss):
+        raise TrainingFailedError(f"algorithm.loss {name}: the loss of the step is {loss}")
+
+
+def _fault(outputs: object, inputs: LossInputs) -> str:
+    """Return what is wrong with what a user's loss returned; empty if nothing is. Reads no value back from a GPU."""
+    if not isinstance(outputs, LossOutputs):
+        return f"returned {type(outputs).__name__}; a nexrl.algorithm.LossOutputs is needed"
+    wanted: Sequence[tuple[str, object, tuple[int, ...], torch.dtype]] = (
+        ("loss", outputs.loss, (), inputs.logprobs_T.dtype),
+        ("clipped_T", outputs.clipped_T, inputs.logprobs_T.shape, torch.bool),
+    )
+    for name, tensor, shape, dtype in wanted:
+        if not isinstance(tensor, Tensor):
+            return f"{name} is {type(tensor).__name__}; a tensor is needed"
+        if tensor.shape != shape or tensor.dtype != dtype:
+            return f"{name} is {tensor.dtype} {list(tensor.shape)}; {dtype} {list(shape)} is needed"
+    return ""

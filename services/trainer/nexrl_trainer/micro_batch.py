@@ -1,7 +1,7 @@
-"""Micro-batches: the padded rows of one forward pass. Pure NumPy: what a step computes must not depend on the split.
+"""Micro-batches: the padded rows of one forward pass. Pure NumPy. The result of a step must not depend on the split.
 
-Samples of one task begin with the same context, which is fed once: a row is the context, then one continuation after
-another, each of which sees the context and itself. Suffixes: _B rows, _T columns, _P predicted tokens, flat.
+Samples of one task begin with the same context, which is fed once. A shared row is the context, then one continuation
+after another; each continuation sees the context and itself. Suffixes: _B rows, _T columns, _P predicted tokens, flat.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nexrl_trainer.batching import TrainBatch
+from nexrl.train_batch import TrainBatch
 
 SHARED_ROW_TOKENS = 512
-"""Longest shared row: attention costs its square, and a long continuation saves little by sharing."""
+"""Longest shared row. Attention costs the square of its length, and a long continuation saves little by sharing."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass needs. All int64, padded on the right, where causal attention never looks.
+    """The inputs of one forward pass. All int64, padded with 0 on the right, where causal attention never looks.
 
-    `segments_BT`: 0 for the context, 1, 2, … for the continuations of a shared row; a row of one sequence is all 0. A
-    column sees the columns up to itself of segment 0 and of its own. `position_ids_BT` counts from each sequence's
-    start. Token `tokens_P[i]` of the batch (index into _N) is predicted at the flat input position `positions_P[i]`.
+    `segments_BT` is 0 for the context and 1, 2, … for the continuations of a shared row; a row of one sequence is all
+    0. A column sees the columns up to itself of segment 0 and of its own segment. `position_ids_BT` counts from each
+    sequence's start. Token `tokens_P[i]` of the batch (an index into _N) is predicted at the flat input position
+    `positions_P[i]`.
     """
 
     input_ids_BT: NDArray[np.int64]
@@ -33,13 +34,15 @@ class MicroBatch:
 
     @property
     def is_shared(self) -> bool:
-        """True when some row has several sequences, so that plain causal attention would see too much."""
+        """True if a row has several sequences, so that plain causal attention would see too much."""
         return bool(self.segments_BT.any())
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """`start` in the batch; `context`: tokens before the first trained one; `inputs`: before the last one."""
+    """Tokens of the batch before the sequence (`start`); of the sequence before its first trained token (`context`) and
+    before its last one (`inputs`).
+    """
 
     start: int
     context: int
@@ -47,12 +50,12 @@ class _Sequence:
 
 
 def split_batch(batch: TrainBatch, max_tokens: int, shared_row_tokens: int = SHARED_ROW_TOKENS) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` padded input tokens, shortest rows first, otherwise in batch order.
+    """Return micro-batches of at most `max_tokens` padded input tokens, shortest rows first, otherwise in batch order.
 
-    A row longer than the limit gets a micro-batch of its own; a sequence with nothing to train is left out. Rows of
-    several sequences have at most `shared_row_tokens`: 0 shares none.
+    A sequence longer than the limit gets a micro-batch of its own. A sequence with nothing to train is left out. Rows
+    of several sequences have at most `shared_row_tokens` and at most `max_tokens`; 0 shares none.
     """
-    rows = sorted(_rows(batch, shared_row_tokens), key=_length)
+    rows = sorted(_rows(batch, min(shared_row_tokens, max_tokens)), key=_length)
     return [_micro_batch(batch, part) for part in _cut(rows, max_tokens)]
 
 

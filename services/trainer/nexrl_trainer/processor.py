@@ -4,62 +4,81 @@ Suffix: _S samples of the batch.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from nexrl.activity import ActivityTracker
-from nexrl.errors import LeaseLostError
-from nexrl.rpc.client import call, new_request_id
-from nexrl.spec.experiment import AlgorithmSpec
-from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
+from nexrl.algorithm import Batch, ForwardPass, PreparedBatch, Processor, ProcessorContext
+from nexrl.batch_proto import decode_batch
+from nexrl.client import BatchClient
+from nexrl.code_reference import USER_CODE_ERRORS, load_reference
+from nexrl.errors import InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
+from nexrl.exception_text import exception_text
+from nexrl.run_layout import batch_path
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
-from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceStub
-from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
-from nexrl_trainer.advantages import ADVANTAGES, zero_variance_samples
-from nexrl_trainer.batching import TrainBatch, TrainSequence
-from nexrl_trainer.codec import encode_train_batch
+from nexrl_trainer.advantages import advantage_function, zero_variance_samples
 
-WAIT_SECONDS = 20.0
-CALL_SECONDS = 60.0
+Forward: TypeAlias = Callable[[TrainBatch], NDArray[np.float32]]
+"""Log-probabilities of the trained tokens of a batch under some weights, 0 elsewhere. Shape [N]."""
 
-ReferenceLogprobs = Callable[[TrainBatch], NDArray[np.float32]]
+
+class GroupProcessor(Processor):
+    """algorithm.processor builtin: one advantage per sample, from the rewards of its group."""
+
+    def fit(self, batch: Batch) -> PreparedBatch:
+        """Compute one advantage per sample. Each trajectory of a sample gets it."""
+        # A sample counts once in its group's baseline, however many trajectories it has.
+        rewards_S, groups_S = batch.rewards_B, batch.groups_B
+        advantages_S = self.context.advantage(rewards_S, groups_S)
+        equal_S = zero_variance_samples(rewards_S, groups_S)
+        drops = self.context.algorithm.zero_variance_groups == "drop"
+        sequences = [
+            trajectory.sequence(float(advantage))
+            for sample, advantage, is_equal in zip(batch.samples, advantages_S, equal_S, strict=True)
+            if not (drops and is_equal)
+            for trajectory in sample.trajectories
+        ]
+        metrics = {
+            "zero_variance_group_fraction": _group_share(equal_S, groups_S),
+            "advantage_std": float(advantages_S.std()),
+        }
+        return PreparedBatch(sequences, metrics)
 
 
 class AlgorithmProcessor:
-    """Turns each batch into a train batch. Subclass and override `fit` to change how.
+    """Leases batches, has `processor` make a train batch of each, and puts it.
 
-    `reference` gives the frozen model's log-probabilities, where the loss has a KL term. Batches are written to
-    `trajectories`, one file each (a serialized nexrl.v1.BatchLease).
+    `reference` computes log-probabilities under the initial weights. Batches are written to `trajectories`, one file
+    each (a serialized nexrl.v1.BatchLease).
     """
 
     def __init__(
         self,
-        algorithm: AlgorithmSpec,
-        channel: grpc.aio.Channel,
-        model_tag: str,
+        processor: Processor,
+        client: BatchClient,
         activity: ActivityTracker,
         trajectories: Path,
-        reference: ReferenceLogprobs | None = None,
+        reference: Forward,
     ) -> None:
-        self.algorithm = algorithm
-        self._pool = TrajectoryPoolServiceStub(channel)
-        self._train_pool = TrainBatchPoolServiceStub(channel)
-        self._model_tag = model_tag
+        self.processor = processor
+        self._client = client
         self._activity = activity
         self._trajectories = trajectories
         self._reference = reference
 
     async def run(self) -> None:
-        """Process batches until none can come any more."""
+        """Process batches until no further batch can follow."""
         while True:
             with self._activity.track("wait_batch", waiting_on="trajectory-pool"):
                 answer = await self.lease_batch()
@@ -67,88 +86,81 @@ class AlgorithmProcessor:
                 return
             if answer.HasField("lease"):
                 with self._activity.track("process_batch"):
-                    await self.put_train_batch(answer.lease, await asyncio.to_thread(self.fit, answer.lease))
+                    await self.put_train_batch(answer.lease, *await asyncio.to_thread(self.fit, answer.lease))
 
-    def fit(self, lease: pool_pb.BatchLease) -> train_pb.TrainBatch:
-        """The train batch of one leased batch: advantages by group, masks, log-probabilities, metrics.
-
-        `put_train_batch` adds which batch it is.
-        """
-        samples = [(g, sample) for g, group in enumerate(lease.groups) for sample in group.samples]
-        # A sample counts once in its group's baseline, however many trajectories it has.
-        rewards_S = np.array([sample.trajectories[-1].reward for _, sample in samples])
-        groups_S = np.array([g for g, _ in samples])
-        advantages_S = self._advantages(rewards_S, groups_S)
-        equal_S = zero_variance_samples(rewards_S, groups_S)
-        trajectories = [(s, trajectory) for s, (_, sample) in enumerate(samples) for trajectory in sample.trajectories]
-        batch = TrainBatch.pack([_sequence(trajectory, advantages_S[s]) for s, trajectory in trajectories])
-        if self.algorithm.zero_variance_groups == "drop":
-            batch = batch.select(~equal_S[[s for s, _ in trajectories]])
-        if self._reference is not None:
+    def fit(self, lease: pool_pb.BatchLease) -> tuple[TrainBatch, Mapping[str, float]]:
+        """Return the train batch of a leased batch, with metrics. Errors of user code are raised with its reference."""
+        algorithm = self.processor.context.algorithm
+        with _naming(algorithm.processor):
+            prepared = self.processor.fit(decode_batch(lease))
+            if not isinstance(prepared, PreparedBatch):
+                raise InvalidArgumentError(f"fit returned {type(prepared).__name__}; a PreparedBatch is needed")
+            batch = TrainBatch.pack(prepared.sequences)
+        if algorithm.kl_coefficient and batch.reference_logprobs_N is None:
             batch = replace(batch, reference_logprobs_N=self._reference(batch))
-        verdicts = [sample.verdict for _, sample in samples]
-        metrics = batch_metrics(lease.batch_id, [t for _, t in trajectories], verdicts)
-        metrics["zero_variance_group_fraction"] = _group_share(equal_S, groups_S)
-        metrics["advantage_std"] = float(advantages_S.std())
-        return train_pb.TrainBatch(tensors=encode_train_batch(batch), metrics=metrics)
-
-    def _advantages(self, rewards_S: NDArray[np.float64], groups_S: NDArray[np.int64]) -> NDArray[np.float32]:
-        if self.algorithm.type == "mock":
-            return rewards_S.astype(np.float32)
-        return ADVANTAGES[self.algorithm.advantage](rewards_S, groups_S)
+        return batch, {**batch_metrics(lease), **prepared.metrics}
 
     async def lease_batch(self) -> pool_pb.LeaseBatchResponse:
-        """The next batch from the trajectory pool; waits for it, not for ever."""
-        request = pool_pb.LeaseBatchRequest(
-            request_id=new_request_id(),
-            model_tag=self._model_tag,
-            wait_seconds=WAIT_SECONDS,
-            worker_id=self._activity.module_name,
-        )
         try:
-            return await call(self._pool.LeaseBatch, request, timeout_seconds=WAIT_SECONDS + CALL_SECONDS)
+            return await self._client.lease()
         except LeaseLostError as error:
             await self._report_lost(error, "lease_batch")
             return pool_pb.LeaseBatchResponse()
 
-    async def put_train_batch(self, lease: pool_pb.BatchLease, train_batch: train_pb.TrainBatch) -> None:
-        """Hand the train batch on, which acknowledges the batch; drop it when the lease was lost."""
+    async def put_train_batch(self, lease: pool_pb.BatchLease, batch: TrainBatch, metrics: Mapping[str, float]) -> None:
+        """Put the train batch; drop it if the lease was lost."""
         await asyncio.to_thread(self._write, lease)
-        train_batch.batch_id, train_batch.model_tag = lease.batch_id, lease.model_tag
-        train_batch.sample_ids[:] = [sample.sample_id for group in lease.groups for sample in group.samples]
-        train_batch.data_cursor = lease.data_cursor
-        request = train_pb.PutTrainBatchRequest(
-            request_id=new_request_id(), train_batch=train_batch, batch_attempt=lease.attempt
-        )
         try:
-            await call(self._train_pool.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
+            await self._client.put(lease, batch, metrics)
         except LeaseLostError as error:
             await self._report_lost(error, "put_train_batch")
 
     async def _report_lost(self, error: LeaseLostError, work_context: str) -> None:
-        """The batch is someone else's work now; or Redis has lost it, and the ledger will form another."""
+        """Another processor has the batch now; or Redis lost it, and the ledger will form another."""
         await self._activity.report(error, work_context=work_context, severity=SEVERITY_WARNING)
 
     def _write(self, lease: pool_pb.BatchLease) -> None:
-        path = self._trajectories / f"batch_{lease.batch_id:06d}.pb"
+        path = batch_path(self._trajectories, lease.batch_id)
         partial = path.with_suffix(".tmp")
         partial.write_bytes(lease.SerializeToString())
         partial.replace(path)
 
 
-def batch_metrics(
-    batch_id: int, trajectories: Sequence[pb.Trajectory], verdicts: "Sequence[pb.Verdict.ValueType]"
-) -> dict[str, float]:
-    """What is known of a batch before it is trained: rewards, lengths in tokens, staleness in steps, truncation."""
+def build_processor(algorithm: AlgorithmSpec, folder: Path, policy: Forward, reference: Forward) -> Processor:
+    """Return the processor that `algorithm.processor` names; user code is looked up in `folder`.
+
+    `policy` and `reference` compute log-probabilities under the current and under the initial weights. Raises
+    InvalidArgumentError if user code cannot be loaded.
+    """
+    context = ProcessorContext(
+        algorithm, advantage_function(algorithm, folder), _by_sequence(policy), _by_sequence(reference)
+    )
+    if algorithm.processor == "builtin":
+        return GroupProcessor(context)
+    found = load_reference(algorithm.processor, folder)
+    if not (isinstance(found, type) and issubclass(found, Processor)):
+        raise InvalidArgumentError(
+            f"algorithm.processor {algorithm.processor}: not a subclass of nexrl.algorithm.Processor"
+        )
+    try:
+        return found(context)
+    except USER_CODE_ERRORS as error:
+        raise InvalidArgumentError(f"algorithm.processor {algorithm.processor}: {exception_text(error)}") from error
+
+
+def batch_metrics(lease: pool_pb.BatchLease) -> dict[str, float]:
+    """Return the metrics of a batch before training: rewards, lengths in tokens, staleness in steps, truncation."""
+    samples = [sample for group in lease.groups for sample in group.samples]
+    trajectories = [trajectory for sample in samples for trajectory in sample.trajectories]
     oldest = [min(span.policy_version for span in t.spans) for t in trajectories if t.spans]
     lengths = [sum(t.loss_mask) for t in trajectories]
     metrics = {
-        "samples": float(len(verdicts)),
+        "samples": float(len(samples)),
         "reward_mean": fmean(t.reward for t in trajectories),
         "response_tokens": fmean(lengths),
-        "truncated_fraction": fmean(verdict == pb.VERDICT_TRUNCATED for verdict in verdicts),
-        "staleness_steps": fmean(batch_id - version for version in oldest) if oldest else 0.0,
-        "staleness_steps_max": float(max((batch_id - version for version in oldest), default=0)),
+        "truncated_fraction": fmean(sample.verdict == pb.VERDICT_TRUNCATED for sample in samples),
+        "staleness_steps": fmean(lease.batch_id - version for version in oldest) if oldest else 0.0,
+        "staleness_steps_max": float(max((lease.batch_id - version for version in oldest), default=0)),
     }
     return metrics | {f"reward/{name}": value for name, value in _component_means(trajectories).items()}
 
@@ -160,10 +172,26 @@ def _component_means(trajectories: Sequence[pb.Trajectory]) -> Mapping[str, floa
     }
 
 
-def _sequence(trajectory: pb.Trajectory, advantage: float) -> TrainSequence:
-    return TrainSequence(
-        np.array(trajectory.token_ids), np.array(trajectory.loss_mask), np.array(trajectory.logprobs), float(advantage)
-    )
+@contextmanager
+def _naming(processor: str) -> Iterator[None]:
+    """Add the name of the user's processor to errors that its code raises. Errors of the built-in one do not change."""
+    try:
+        yield
+    except USER_CODE_ERRORS as error:
+        if ":" not in processor:
+            raise
+        if isinstance(error, NexrlError):
+            raise type(error)(f"algorithm.processor {processor}: {error.message}") from error
+        message = f"algorithm.processor {processor}: {exception_text(error)}"
+        raise TrainingFailedError(message) from error
+
+
+def _by_sequence(forward: Forward) -> ForwardPass:
+    def by_sequence(sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+        batch = TrainBatch.pack(sequences)
+        return np.split(forward(batch), np.cumsum(batch.lengths_B)[:-1]) if sequences else []
+
+    return by_sequence
 
 
 def _group_share(chosen_S: NDArray[np.bool_], groups_S: NDArray[Any]) -> float:

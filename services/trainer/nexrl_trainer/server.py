@@ -1,22 +1,33 @@
-"""Starts the trainer: algorithm processor and train worker in one process."""
+"""Starts the trainer: the algorithm processor and the train worker, in one process."""
 
 import asyncio
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
+from nexrl.activity import ActivityTracker
+from nexrl.client import BatchClient, TrainBatchClient
 from nexrl.models import build_model
 from nexrl.rpc.server import ServiceProcess, run_service
+from nexrl.run_layout import TRAJECTORIES_FOLDER, checkpoints_path
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.trainer import ResumeFromPath
 from nexrl.tokenizers import build_tokenizer
+from nexrl.train_batch import TrainBatch
+from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
+from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.loop import Checkpoints, TrainWorker
-from nexrl_trainer.processor import AlgorithmProcessor, ReferenceLogprobs
+from nexrl_trainer.processor import AlgorithmProcessor, Forward, build_processor
 from nexrl_trainer.service import TrainerServicer
 from nexrl_trainer.step import Learner, LearnerSettings, MockLearner
 
@@ -27,12 +38,12 @@ def main() -> None:
 
 
 async def start(process: ServiceProcess) -> None:
-    """Build the model, find the newest checkpoint, train."""
+    """Build the model, connect it to the other services, and start training in the background."""
     spec = process.experiment.spec
     torch.set_num_threads(spec.trainer.threads)
     torch.manual_seed(spec.trainer.seed)
-    transformers_logging.disable_progress_bar()  # no terminal shows it, and its lock would be a process of its own
-    learner = await asyncio.to_thread(build_learner, spec)
+    transformers_logging.disable_progress_bar()  # no terminal shows it, and its lock would start another process
+    learner = await asyncio.to_thread(build_learner, spec, process.experiment.folder)
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
         WeightSyncServiceStub(process.connect(process.settings.weight_sync)),
@@ -44,48 +55,83 @@ async def start(process: ServiceProcess) -> None:
     )
     process.on_close(publisher.close)
     checkpoints = run_checkpoints(process.settings.run_dir, spec)
-    worker = TrainWorker(spec, learner, checkpoints, pool, publisher, process.activity)
-    trajectories = process.settings.run_dir / "trajectories"
-    trajectories.mkdir(exist_ok=True)
-    processor = AlgorithmProcessor(
-        spec.algorithm,
-        pool,
-        spec.model.tag,
-        process.activity,
-        trajectories,
-        await asyncio.to_thread(reference_logprobs, spec),
-    )
+    train_batches = TrainBatchClient(pool, model_tag=spec.model.tag)
+    worker = TrainWorker(spec, learner, checkpoints, train_batches, publisher, process.activity)
     process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")
     process.on_stop(worker.stop)
     process.spawn(publisher.keep_replicas_current())
     process.spawn(worker.run())
-    process.spawn(_process_batches(worker, processor))
+    if spec.algorithm.processor != "external":
+        batches = BatchClient(pool, model_tag=spec.model.tag, worker_id=process.settings.instance)
+        process.spawn(_process_batches(worker, _algorithm_processor(process, worker, batches)))
+    process.spawn(report_warnings(process.activity, learner.forward_pass.warnings))
     await process.set_ready()
 
 
+async def report_warnings(activity: ActivityTracker, warnings: Sequence[str]) -> None:
+    """Report what the checks of the model found to the controller, which shows it to the user."""
+    for warning in warnings:
+        await activity.report(warning, work_context="check_model", severity=SEVERITY_WARNING)
+
+
 async def _process_batches(worker: TrainWorker, processor: AlgorithmProcessor) -> None:
-    # What is leased before the ledger knows of this trainer would count as its predecessor's, and be taken back.
+    # The ledger would count a batch leased before it knows this trainer as the previous trainer's, and requeue it.
     await worker.has_begun.wait()
     await processor.run()
 
 
-def build_learner(spec: ExperimentSpec) -> Learner:
-    """The model with its initial weights, and its optimizer."""
-    settings = LearnerSettings(
-        spec.algorithm, spec.trainer.steps, spec.rollout.temperature, spec.trainer.max_tokens_per_micro_batch
-    )
+def _algorithm_processor(process: ServiceProcess, worker: TrainWorker, client: BatchClient) -> AlgorithmProcessor:
+    """Build the processor that the experiment names, for this process."""
+    experiment, loop = process.experiment, asyncio.get_running_loop()
+
+    def policy(batch: TrainBatch) -> NDArray[np.float32]:
+        """Called in the thread of `fit`; the learner has a thread of its own."""
+        return asyncio.run_coroutine_threadsafe(worker.forward(batch), loop).result()
+
+    forward_pass = worker.learner.forward_pass
+    reference = reference_logprobs(experiment.spec, shares_prompts=forward_pass.shares_prompts)
+    processor = build_processor(experiment.spec.algorithm, experiment.folder, policy, reference)
+    trajectories = process.settings.run_dir / TRAJECTORIES_FOLDER
+    trajectories.mkdir(exist_ok=True)
+    return AlgorithmProcessor(processor, client, process.activity, trajectories, reference)
+
+
+def build_learner(spec: ExperimentSpec, folder: Path = Path()) -> Learner:
+    """Build the model with its initial weights, and its optimizer. A loss of the user is looked up in `folder`."""
     learner = MockLearner if spec.trainer.backend == "mock" else Learner
+    settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder)
     return learner(build_model(spec.model, spec.model.seed), settings)
 
 
-def reference_logprobs(spec: ExperimentSpec) -> ReferenceLogprobs | None:
-    """Log-probabilities under the initial weights, when the loss has a KL term."""
-    return build_learner(spec).forward if spec.algorithm.kl_coefficient else None
+def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward:
+    """Return a function for log-probabilities under the initial weights.
+
+    Its first call builds the model, because most losses never need it. `shares_prompts` is what the checks of the
+    learner's model have found: the architecture is the same, so they are not repeated.
+    """
+
+    @cache
+    def reference() -> ForwardPass:
+        model = build_model(spec.model, spec.model.seed).requires_grad_(requires_grad=False)
+        return ForwardPass(model, _forward_settings(spec), shares_prompts=shares_prompts)
+
+    return lambda batch: reference().logprobs(batch)
+
+
+def _forward_settings(spec: ExperimentSpec) -> ForwardSettings:
+    rollout = spec.rollout
+    return ForwardSettings(
+        rollout.temperature,
+        spec.trainer.max_tokens_per_micro_batch,
+        spec.inference.max_tokens_per_row,
+        rollout.top_p,
+        rollout.top_k,
+    )
 
 
 def run_checkpoints(run_dir: Path, spec: ExperimentSpec) -> Checkpoints:
-    """Where this run writes its checkpoints; the folder is made if need be."""
-    folder = Path(spec.checkpoint.path) if spec.checkpoint.path else run_dir / "checkpoints"
+    """Return where this run reads and writes checkpoints. Creates the folder if it does not exist."""
+    folder = checkpoints_path(run_dir, spec.checkpoint.path)
     folder.mkdir(parents=True, exist_ok=True)
-    given = spec.resume.path if spec.resume.mode == "from_path" else None
+    given = spec.resume.path if isinstance(spec.resume, ResumeFromPath) else None
     return Checkpoints(folder, Path(given) if given else None, build_tokenizer(spec.model))

@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 
-from nexrl.codec import encode_tensor
 from nexrl.errors import FailedPreconditionError
+from nexrl.tensor_proto import encode_tensor
+from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import trainer_service_pb2 as pb
 from nexrl.v1.trainer_service_pb2_grpc import TrainerServiceServicer
-from nexrl_trainer.codec import decode_train_batch
 from nexrl_trainer.loop import ResultT, TrainWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,9 +26,7 @@ class TrainerServicer(TrainerServiceServicer):
         self._answers: dict[str, Any] = {}
 
     async def Forward(self, request: pb.ForwardRequest, context: Context) -> pb.ForwardResponse:
-        batch = decode_train_batch(request.tensors)
-        async with self._worker.weights_lock:
-            logprobs_N = await self._worker.in_torch_thread(lambda: self._worker.learner.forward(batch))
+        logprobs_N = await self._worker.forward(decode_train_batch(request.tensors))
         return pb.ForwardResponse(logprobs=encode_tensor(logprobs_N))
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:

@@ -1,4 +1,4 @@
-"""The pools of one model tag: its training ledger, its validation ledger, its data, and the waits on them."""
+"""The pools of one model tag: its training ledger, its validation ledger, their data, and the waits on them."""
 
 import asyncio
 import json
@@ -11,16 +11,17 @@ from urllib.parse import quote
 from nexrl.datasets import Task, TaskSource
 from nexrl.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from nexrl.spec import ExperimentSpec
-from nexrl.spec.experiment import ModelSpec
+from nexrl.spec.model import ModelSpec
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import UNLIMITED, Grant, GrantedBatch, GrantedTask, Ledger, LedgerRules
+from nexrl_trajectory_pool.sampling import SamplingParameters
 from nexrl_trajectory_pool.wakeups import WakeUps
 
 MAX_SLEEP_SECONDS = 1.0
 BATCH_LEASE_SECONDS = 3600.0
-"""Long, since preparing a batch may be: what a dead trainer held is taken back when it resumes, not by a deadline."""
+"""Long, because it may take long to prepare a batch. A trainer that resumes requeues the batches of its predecessor."""
 HOLD_MARGIN_SECONDS = 60.0
-"""Time in which a validation may be ended after its own limit, before training goes on without being told."""
+"""Time after the limit of a validation in which it may still be ended. After that, training continues without it."""
 MAX_LEASE_SECONDS = 86_400.0
 
 
@@ -64,13 +65,15 @@ class Pool:
         self.training = Ledger(redis, prefix, rules)
         self.validation = Ledger(redis, prefix + "val:", validation_rules(spec, validation))
         self.wakeups = WakeUps(redis, [self.training.wake_channel, self.validation.wake_channel])
+        rollout = spec.rollout
+        self.sampling = SamplingParameters(rollout.temperature, rollout.top_p, rollout.top_k)
         self.vocabulary_size = vocabulary_size(spec.model)
         self.validation_seconds = spec.validation.timeout_seconds if spec.validation else 0.0
         self._train = train
         self._validation = validation
 
     def source(self, is_validation: bool) -> TaskSource:
-        """The data of one purpose. Raises NotFoundError when the experiment has no validation."""
+        """Return the data of one purpose. Raises NotFoundError if the experiment has no validation."""
         if not is_validation:
             return self._train
         if self._validation is None:
@@ -78,11 +81,11 @@ class Pool:
         return self._validation
 
     def ledger(self, is_validation: bool) -> Ledger:
-        """The ledger of one purpose."""
+        """Return the ledger of one purpose."""
         return self.validation if is_validation else self.training
 
     def lease_seconds(self, asked: float) -> float:
-        """The length of a lease; 0 asks for the experiment's setting. Raises InvalidArgumentError out of bounds."""
+        """Return the length of a lease; 0 asks for the experiment's setting. Raises InvalidArgumentError."""
         if not 0 <= asked <= MAX_LEASE_SECONDS:
             raise InvalidArgumentError(
                 f"lease_seconds: {asked}; 0 to {MAX_LEASE_SECONDS:.0f}, 0 for the experiment's setting"
@@ -92,7 +95,7 @@ class Pool:
     async def lease_tasks(
         self, request_id: str, max_samples: int, lease_seconds: float, wait_seconds: float
     ) -> LeasedTasks:
-        """Grant samples, those of a running validation round before all others; waits while there are none."""
+        """Grant samples, those of a running validation round before all others. Waits while there are none."""
         seconds = self.lease_seconds(lease_seconds)
 
         async def attempt() -> tuple[LeasedTasks, bool]:
@@ -107,7 +110,7 @@ class Pool:
     async def lease_batch(
         self, request_id: str, batch_size: int, lease_seconds: float, wait_seconds: float, worker: str = ""
     ) -> tuple[GrantedBatch | None, bool]:
-        """Lease a batch, waiting until one is ready; also tells whether none can come any more."""
+        """Lease a batch. Waits until one is ready. Also returns True if no further batch can follow."""
         if batch_size < 0:
             raise InvalidArgumentError(f"batch_size: {batch_size}; 0 for the experiment's setting, or more")
         seconds = self.lease_seconds(lease_seconds) if lease_seconds else BATCH_LEASE_SECONDS
@@ -119,7 +122,7 @@ class Pool:
         return await self.wakeups.until("batch", attempt, wait_seconds, kind=batch_size)
 
     async def lease_train_batch(self, step: int, incarnation: int, wait_seconds: float) -> tuple[bytes | None, bool]:
-        """The train batch of `step`, waiting until it is there; also tells whether none can come any more."""
+        """Return the train batch of `step`. Waits until it exists. Also returns True if no further one can follow."""
 
         async def attempt() -> tuple[tuple[bytes | None, bool], bool]:
             payload, exhausted = await self.training.lease_train_batch(step, incarnation)
@@ -128,14 +131,14 @@ class Pool:
         return await self.wakeups.until("train", attempt, wait_seconds, kind=(step, incarnation))
 
     async def start_validation(self, version: int) -> int:
-        """Begin a round; gives its number of samples. Raises FailedPreconditionError while another round runs."""
+        """Begin a round; return its number of samples. Raises FailedPreconditionError while another round runs."""
         samples = len(self.source(True)) * self.validation.rules.samples_per_task
         await self.validation.begin_round(version)
         await self.training.hold(version, self.validation_seconds + HOLD_MARGIN_SECONDS)
         return samples
 
     async def wait_validation(self, version: int, wait_seconds: float) -> tuple[bool, list[bytes], int]:
-        """Wait until every sample of the round has ended; gives (complete, payloads of produced samples, failed)."""
+        """Wait until every sample of the round has ended; return (complete, payloads of produced samples, failed)."""
 
         async def attempt() -> tuple[tuple[bool, list[bytes], int], bool]:
             state = await self.validation.state()
@@ -156,13 +159,13 @@ class Pool:
         """Take back leases as they run out, for as long as the task lives."""
         while True:
             due: list[float | None] = []
-            with suppress(UnavailableError):  # a Redis that is away expires nothing, and comes back
+            with suppress(UnavailableError):  # nothing expires while Redis cannot be reached
                 due = [await self.training.expire(), await self.validation.expire()]
-            # A lease may be granted while this sleeps, and may be short: hence the bound.
+            # A short lease may be granted during the sleep, so the sleep has a bound.
             await asyncio.sleep(min([MAX_SLEEP_SECONDS, *(d for d in due if d is not None)]))
 
     def task(self, is_validation: bool, position: int) -> Task:
-        """The item at `position` of the sequence of all epochs."""
+        """Return the item at `position` of the sequence of all epochs."""
         source = self.source(is_validation)
         return source.task(*source.locate(position))
 
@@ -175,7 +178,7 @@ class Pool:
 
 
 def vocabulary_size(model: ModelSpec) -> int | None:
-    """Token ids are below it; None where only the model's own library can tell (a GGUF file)."""
+    """Return the bound of token ids; None if only the model's own library knows it (a GGUF file)."""
     if model.scratch is not None:
         return model.scratch.vocabulary_size
     config = Path(model.path or "") / "config.json"
@@ -184,14 +187,15 @@ def vocabulary_size(model: ModelSpec) -> int | None:
 
 
 def training_rules(spec: ExperimentSpec, source: TaskSource) -> LedgerRules:
-    """What the experiment asks of the training ledger."""
+    """Return what the experiment asks of the training ledger."""
     pool = spec.trajectory_pool
     return LedgerRules(
         batch_size=pool.batch_size,
-        leaf_size=pool.group_size if pool.key_list else 1,
+        group_size=pool.group_size if pool.key_list else 1,
         samples_per_task=pool.group_size,
         positions=UNLIMITED if source.total is None else source.total,
         staleness=spec.weight_sync.staleness_threshold,
+        is_bounded_by_staleness=is_bounded_by_staleness(spec),
         scoped="task_id" in pool.key_list,
         release_incomplete=pool.incomplete_groups == "release",
         max_attempts=spec.rollout.max_attempts,
@@ -203,12 +207,23 @@ def training_rules(spec: ExperimentSpec, source: TaskSource) -> LedgerRules:
     )
 
 
+def is_bounded_by_staleness(spec: ExperimentSpec) -> bool:
+    """Return True if the staleness threshold bounds what is granted.
+
+    In mode fully-async it does so only for batches of everything that was granted, and for groups that span tasks:
+    their samples stay in memory until their group is complete.
+    """
+    pool = spec.trajectory_pool
+    spans_tasks = bool(pool.key_list) and "task_id" not in pool.key_list
+    return spec.weight_sync.mode != "fully-async" or pool.readiness != "batch_size" or spans_tasks
+
+
 def validation_rules(spec: ExperimentSpec, source: TaskSource | None) -> LedgerRules:
-    """The validation ledger: every task once, no groups, no credit."""
+    """Return the rules of the validation ledger: every task once, no groups, no credit."""
     samples = spec.validation.samples_per_task if spec.validation else 1
     return replace(
         training_rules(spec, source) if source else LedgerRules(1, 1, 1, 0, 0, False, False, 1, 1),
-        leaf_size=1,
+        group_size=1,
         samples_per_task=samples,
         scoped=False,
         unlimited=True,
@@ -216,10 +231,10 @@ def validation_rules(spec: ExperimentSpec, source: TaskSource | None) -> LedgerR
 
 
 def group_key(key_list: Sequence[str], sample_id: str, metadata: Mapping[str, str]) -> str:
-    """Name of the leaf group of a sample: the values of the key list, or the sample itself when the list is empty.
+    """Return the name of a sample's group: the values of the key list, or the sample id if the list is empty.
 
-    `task_id` stands for the task as it was granted, so that two epochs never share a group. Raises KeyError when a
-    trajectory lacks a key.
+    `task_id` stands for the task as it was granted, so two epochs never share a group. Raises KeyError if a trajectory
+    lacks a key.
     """
     if not key_list:
         return sample_id

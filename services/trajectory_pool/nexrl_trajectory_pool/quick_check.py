@@ -1,6 +1,6 @@
-"""A quick look at results, for most are good: no token is touched in Python.
+"""Fast path: validates well-formed trajectories without touching a token in Python.
 
-What it finds good, `results.py` would find no fault with. Of the rest it says nothing, not even that anything is wrong.
+What it accepts, `results.py` would accept. What it does not accept may be right or wrong: `results.py` decides.
 """
 
 import math
@@ -10,20 +10,27 @@ import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
 from numpy.typing import NDArray
 
+from nexrl.column_proto import column_violations
 from nexrl.v1 import packed_pb2 as pb
-from nexrl.v1.trajectory_pb2 import PolicySpan
+from nexrl.v1.trajectory_pb2 import CompletionSpan, PolicySpan
+from nexrl_trajectory_pool.sampling import MAX_LOGPROB, MIN_LOGPROB, SamplingParameters
 
 LISTS = {pb.PackedTrajectory.DESCRIPTOR.fields_by_name[name].number for name in ("token_ids", "loss_mask", "logprobs")}
 
 
-def are_good(trajectories: Sequence[pb.PackedTrajectory], vocabulary_size: int | None) -> bool:
-    """True when these are well-formed, and every token id is below `vocabulary_size`."""
+def are_good(
+    trajectories: Sequence[pb.PackedTrajectory], vocabulary_size: int | None, sampling: SamplingParameters | None = None
+) -> bool:
+    """Return True if these are well-formed, and every token id is below `vocabulary_size`.
+
+    With `sampling`, each must also train some token, and record no other parameters for the draw of such a token.
+    """
     token_ids, lengths, logprobs = [], [], []
     for trajectory in trajectories:
         if not _is_in_one_piece(trajectory):
             return False
         loss_mask = trajectory.loss_mask[0]
-        if not _is_good(trajectory, loss_mask):
+        if not _is_good(trajectory, loss_mask) or not _is_drawn(trajectory.completions, loss_mask, sampling):
             return False
         token_ids.append(trajectory.token_ids[0])
         lengths.append(len(loss_mask))
@@ -32,12 +39,14 @@ def are_good(trajectories: Sequence[pb.PackedTrajectory], vocabulary_size: int |
         return True
     sizes = [4 * length for length in lengths]
     return (
-        list(map(len, logprobs)) == sizes and _are_finite(logprobs) and _are_tokens(token_ids, lengths, vocabulary_size)
+        list(map(len, logprobs)) == sizes
+        and _are_logprobs(logprobs)
+        and _are_tokens(token_ids, lengths, vocabulary_size)
     )
 
 
 def _is_in_one_piece(trajectory: pb.PackedTrajectory) -> bool:
-    """Whether its lists came as nearly everyone sends them: whole."""
+    """Return whether each list is in one piece. Nearly every client sends it so."""
     if not len(trajectory.token_ids) == len(trajectory.loss_mask) == len(trajectory.logprobs) == 1:
         return False
     unknown = UnknownFieldSet(trajectory)
@@ -51,6 +60,7 @@ def _is_good(trajectory: pb.PackedTrajectory, loss_mask: bytes) -> bool:
         and trained + loss_mask.count(0) == len(loss_mask)
         and math.isfinite(trajectory.reward)
         and all(map(math.isfinite, trajectory.reward_components.values()))
+        and not any(column_violations("", trajectory.columns, len(loss_mask)))
         and _cover(trajectory.spans, loss_mask, trained)
     )
 
@@ -65,13 +75,25 @@ def _cover(spans: Iterable[PolicySpan], loss_mask: bytes, trained: int) -> bool:
     return end > 0 and covered == trained
 
 
-def _are_finite(logprobs: Sequence[bytes]) -> bool:
-    return bool(np.isfinite(np.frombuffer(b"".join(logprobs), "<f4")).all())
+def _is_drawn(completions: Iterable[CompletionSpan], loss_mask: bytes, sampling: SamplingParameters | None) -> bool:
+    if sampling is None:
+        return True
+    for completion in completions:
+        is_trained = completion.HasField("draw") and loss_mask.count(1, completion.start, completion.end)
+        if is_trained and any(sampling.differences(completion.draw)):
+            return False
+    return 1 in loss_mask
+
+
+def _are_logprobs(logprobs: Sequence[bytes]) -> bool:
+    values = np.frombuffer(b"".join(logprobs), "<f4")
+    # Both comparisons are False for NaN.
+    return bool(((values >= MIN_LOGPROB) & (values <= MAX_LOGPROB)).all())
 
 
 def _are_tokens(token_ids: Sequence[bytes], lengths: Sequence[int], vocabulary_size: int | None) -> bool:
-    """Whether each is as many varints as its length says, of no less than 0 and below `vocabulary_size`."""
-    packed = np.frombuffer(b"".join([b"\0", *token_ids]), np.uint8)  # behind a first end, from which widths are counted
+    """Return True if each is as many varints as its length says, all from 0 and below `vocabulary_size`."""
+    packed = np.frombuffer(b"".join([b"\0", *token_ids]), np.uint8)  # after a first end, from which widths are counted
     ends = np.flatnonzero(packed < 0x80)  # of each varint
     edges = np.cumsum([len(piece) for piece in token_ids])
     if (packed[edges] >= 0x80).any() or not np.array_equal(np.searchsorted(ends, edges), np.cumsum(lengths)):
@@ -81,7 +103,7 @@ def _are_tokens(token_ids: Sequence[bytes], lengths: Sequence[int], vocabulary_s
     most = -(-limit.bit_length() // 7)
     if widths.max() > most:
         return False
-    # The last byte has the highest bits: only where it is that of the limit, or above, do the others matter.
+    # The last byte has the highest bits: the others matter only if it is that of the limit, or above.
     is_open = (widths == most) & (packed[ends] >= limit >> 7 * (most - 1))
     return not is_open.any() or bool((_values(packed, ends[is_open], most) < limit).all())
 

@@ -1,4 +1,4 @@
-"""Sample results at the edge: checked, and turned into what the ledger stores."""
+"""Checks the sample results of PutSamples requests, and converts them to what the ledger stores."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,12 +6,14 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
+from nexrl.column_proto import column_violations
 from nexrl.errors import InvalidArgumentError, Violation
 from nexrl.v1 import packed_pb2 as packed_pb
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl_trajectory_pool.ledger import SAMPLE_ID, ProducedSample
 from nexrl_trajectory_pool.pool import group_key
 from nexrl_trajectory_pool.quick_check import are_good
+from nexrl_trajectory_pool.sampling import SamplingParameters, logprob_violations
 
 ResultT = TypeVar("ResultT", packed_pb.PackedSampleResult, pb.SampleResult)
 
@@ -19,14 +21,21 @@ SCORED = (pb.VERDICT_OK, pb.VERDICT_TRUNCATED)
 FAILED = (pb.VERDICT_ENV_ERROR, pb.VERDICT_REWARD_ERROR, pb.VERDICT_TIMEOUT, pb.VERDICT_CANCELLED_STALE)
 MAX_SAMPLE_BYTES = 8 * 1024 * 1024
 MAX_VIOLATIONS_SHOWN = 10
+MAX_KEPT_ERROR_CHARACTERS = 4096
 
 
 def produced_samples(
-    payloads: Sequence[bytes], key_list: Sequence[str] | None, vocabulary_size: int | None = None
+    payloads: Sequence[bytes],
+    key_list: Sequence[str] | None,
+    vocabulary_size: int | None = None,
+    sampling: SamplingParameters | None = None,
+    max_tokens: int | None = None,
 ) -> list[ProducedSample]:
-    """The results for the ledger, each from the bytes of a SampleResult; `key_list` None forms no groups (validation).
+    """Parse and check serialized SampleResults, and return them as the ledger stores them.
 
-    Raises InvalidArgumentError that names every field that is wrong; nothing is stored then.
+    Samples of a validation have `key_list` None, so that they form no groups. Their `sampling` is None, so that any
+    sampling parameters are allowed, and trajectories without a trained token. A trajectory has at most
+    `max_tokens`, if given. Raises InvalidArgumentError, which names every field that is wrong.
     """
     results = [_parsed(i, payload, packed_pb.PackedSampleResult) for i, payload in enumerate(payloads)]
     violations = [
@@ -34,9 +43,12 @@ def produced_samples(
         for i, (result, payload) in enumerate(zip(results, payloads, strict=True))
         for violation in _violations(f"results[{i}]", result, len(payload), key_list or ())
     ]
-    if not are_good([trajectory for result in results for trajectory in result.trajectories], vocabulary_size):
+    violations += _too_long(results, max_tokens)
+    if not are_good(
+        [trajectory for result in results for trajectory in result.trajectories], vocabulary_size, sampling
+    ):
         unpacked = [_parsed(i, payload, pb.SampleResult) for i, payload in enumerate(payloads)]
-        violations += _token_violations(unpacked, vocabulary_size)
+        violations += _token_violations(unpacked, vocabulary_size, sampling)
     if violations:
         raise InvalidArgumentError("; ".join(map(str, violations[:MAX_VIOLATIONS_SHOWN])), violations=violations)
     return [_produced(result, payload, key_list) for result, payload in zip(results, payloads, strict=True)]
@@ -46,48 +58,65 @@ def _parsed(index: int, payload: bytes, kind: type[ResultT]) -> ResultT:
     try:
         return kind.FromString(payload)
     except DecodeError as error:
-        violation = Violation(f"results[{index}]", f"no SampleResult: {error}")
+        violation = Violation(f"results[{index}]", f"not a SampleResult: {error}")
         raise InvalidArgumentError(str(violation), violations=[violation]) from None
 
 
 def _produced(result: packed_pb.PackedSampleResult, payload: bytes, key_list: Sequence[str] | None) -> ProducedSample:
     if result.verdict not in SCORED:
         failure = pb.Verdict.Name(result.verdict).removeprefix("VERDICT_").lower()
-        return ProducedSample(result.sample_id, result.attempt, failure=failure)
-    oldest = min(span.policy_version for trajectory in result.trajectories for span in trajectory.spans)
-    leaf = None if key_list is None else group_key(key_list, result.sample_id, result.trajectories[0].metadata)
-    return ProducedSample(result.sample_id, result.attempt, None, leaf, oldest, payload)
+        return ProducedSample(
+            result.sample_id, result.attempt, failure=failure, error=result.error[:MAX_KEPT_ERROR_CHARACTERS]
+        )
+    versions = [span.policy_version for trajectory in result.trajectories for span in trajectory.spans]
+    group = None if key_list is None else group_key(key_list, result.sample_id, result.trajectories[0].metadata)
+    return ProducedSample(result.sample_id, result.attempt, None, group, min(versions), payload, max(versions))
 
 
 def _violations(
     path: str, result: packed_pb.PackedSampleResult, nbytes: int, key_list: Sequence[str]
 ) -> Iterator[Violation]:
     if not SAMPLE_ID.fullmatch(result.sample_id):
-        yield Violation(f"{path}.sample_id", f"{result.sample_id!r}; a sample id from a lease is needed")
+        yield Violation(f"{path}.sample_id", f"{result.sample_id!r}; must be a sample id from a lease")
     if result.verdict not in SCORED + FAILED:
-        yield Violation(f"{path}.verdict", "a verdict other than UNSPECIFIED and WORKER_LOST is needed")
+        yield Violation(f"{path}.verdict", "must be a verdict other than UNSPECIFIED and WORKER_LOST")
     if nbytes > MAX_SAMPLE_BYTES:
         yield Violation(path, f"{nbytes} bytes; at most {MAX_SAMPLE_BYTES}")
     if result.verdict in SCORED and not result.trajectories:
-        yield Violation(f"{path}.trajectories", "empty; a scored sample has at least one")
+        yield Violation(f"{path}.trajectories", "empty; a scored sample must have at least one")
     if result.verdict not in SCORED and result.trajectories:
-        yield Violation(f"{path}.trajectories", "a failed sample has none")
+        yield Violation(f"{path}.trajectories", "must be empty for a failed sample")
     # The first trajectory decides the group.
     for key in key_list if result.trajectories else ():
         if key != "task_id" and key not in result.trajectories[0].metadata:
             yield Violation(f"{path}.trajectories[0].metadata", f"lacks {key!r}; trajectoryPool.keyList groups by it")
 
 
-def _token_violations(results: Sequence[pb.SampleResult], vocabulary_size: int | None) -> Iterator[Violation]:
+def _too_long(results: Sequence[packed_pb.PackedSampleResult], max_tokens: int | None) -> Iterator[Violation]:
+    """Yield trajectories for which the model has too few positions: they would stop the trainer."""
+    for i, result in enumerate(results):
+        for j, trajectory in enumerate(result.trajectories):
+            tokens = sum(map(len, trajectory.loss_mask))
+            if max_tokens is not None and tokens > max_tokens:
+                limit = f"{tokens} tokens; at most {max_tokens} (inference.maxTokensPerRow)"
+                yield Violation(f"results[{i}].trajectories[{j}].token_ids", limit)
+
+
+def _token_violations(
+    results: Sequence[pb.SampleResult], vocabulary_size: int | None, sampling: SamplingParameters | None = None
+) -> Iterator[Violation]:
     for index, result in enumerate(results):
         for i, trajectory in enumerate(result.trajectories):
-            yield from _trajectory_violations(f"results[{index}].trajectories[{i}]", trajectory)
+            path = f"results[{index}].trajectories[{i}]"
+            yield from _trajectory_violations(path, trajectory)
+            if sampling is not None:
+                yield from sampling.violations(path, trajectory)
     if vocabulary_size is not None:
         yield from _foreign_tokens(results, vocabulary_size)
 
 
 def _foreign_tokens(results: Sequence[pb.SampleResult], vocabulary_size: int) -> Iterator[Violation]:
-    """A token that the model has not would stop the trainer, at every attempt to train the batch."""
+    """Yield a violation for each trajectory with a token id outside the vocabulary. Its batch could not be trained."""
     for i, result in enumerate(results):
         for j, trajectory in enumerate(result.trajectories):
             largest = max(trajectory.token_ids, default=0)
@@ -101,7 +130,7 @@ def _trajectory_violations(path: str, trajectory: pb.Trajectory) -> Iterator[Vio
     if tokens == 0:
         yield Violation(f"{path}.token_ids", "empty")
     elif min(trajectory.token_ids) < 0:
-        yield Violation(f"{path}.token_ids", "negative")
+        yield Violation(f"{path}.token_ids", "must not be negative")
     for name in ("loss_mask", "logprobs"):
         length = len(getattr(trajectory, name))
         if length != tokens:
@@ -109,12 +138,14 @@ def _trajectory_violations(path: str, trajectory: pb.Trajectory) -> Iterator[Vio
     if trajectory.loss_mask[:1] == [True]:
         yield Violation(f"{path}.loss_mask", "the first token has no context, so it cannot be trained")
     if not math.isfinite(sum(trajectory.logprobs)):
-        yield Violation(f"{path}.logprobs", "not finite")
+        yield Violation(f"{path}.logprobs", "must be finite numbers")
+    yield from logprob_violations(path, trajectory)
     if not math.isfinite(trajectory.reward):
-        yield Violation(f"{path}.reward", f"{trajectory.reward}; a finite number is needed")
+        yield Violation(f"{path}.reward", f"{trajectory.reward}; must be a finite number")
     for name, value in trajectory.reward_components.items():
         if not math.isfinite(value):
-            yield Violation(f"{path}.reward_components[{name}]", f"{value}; a finite number is needed")
+            yield Violation(f"{path}.reward_components[{name}]", f"{value}; must be a finite number")
+    yield from column_violations(path, trajectory.columns, tokens)
     yield from _span_violations(f"{path}.spans", trajectory)
 
 
@@ -124,11 +155,13 @@ def _span_violations(path: str, trajectory: pb.Trajectory) -> Iterator[Violation
     covered, end = 0, 0
     for i, span in enumerate(trajectory.spans):
         if not end <= span.start < span.end <= len(trajectory.token_ids):
-            yield Violation(f"{path}[{i}]", f"[{span.start}, {span.end}); must follow [.., {end}) within the tokens")
+            bounds = f"start must be at least {end}, end must be above start and at most {len(trajectory.token_ids)}"
+            yield Violation(f"{path}[{i}]", f"[{span.start}, {span.end}); {bounds}")
             return
         if span.policy_version < 0:
             yield Violation(f"{path}[{i}].policy_version", f"{span.policy_version}; at least 0")
         covered += sum(trajectory.loss_mask[span.start : span.end])
         end = span.end
     if trajectory.spans and covered != sum(trajectory.loss_mask):
-        yield Violation(path, f"cover {covered} of {sum(trajectory.loss_mask)} tokens with loss_mask true")
+        trained = sum(trajectory.loss_mask)
+        yield Violation(path, f"cover {covered} of the {trained} tokens with loss_mask true; must cover all of them")

@@ -8,6 +8,7 @@ from prometheus_client import Gauge
 from nexrl.datasets import open_datasets
 from nexrl.errors import UnavailableError
 from nexrl.rpc.server import ServiceProcess, run_service
+from nexrl.sample_states import IN_FLIGHT
 from nexrl.store import START_SECONDS, connect_redis, room_bytes
 from nexrl.v1.data_loader_service_pb2_grpc import add_DataLoaderServiceServicer_to_server
 from nexrl.v1.train_batch_pool_service_pb2_grpc import add_TrainBatchPoolServiceServicer_to_server
@@ -30,8 +31,8 @@ DROPPED = Gauge("nexrl_pool_dropped_samples", "Samples dropped, by reason.", ["m
 CREDIT = Gauge("nexrl_pool_credits_available", "Samples that may be granted now.", ["model_tag"])
 IMBALANCE = Gauge("nexrl_ledger_imbalance", "granted - trained - dropped - in flight; 0 or wrong.", ["model_tag"])
 PAYLOAD = Gauge("nexrl_pool_payload_bytes", "Trajectories, train batches and added tasks in Redis.", ["model_tag"])
-EVENTS = Gauge("nexrl_ledger_events", "What the ledger met since the experiment began.", ["model_tag", "event"])
-STATES = ("granted", "open", "leased", "grouping", "ready", "batched", "trained", "durable")
+EVENTS = Gauge("nexrl_ledger_events", "Events of the ledger since the experiment began.", ["model_tag", "event"])
+STATES = ("granted", *IN_FLIGHT, "trained", "durable")
 
 
 def main() -> None:
@@ -64,9 +65,9 @@ async def start(process: ServiceProcess) -> None:
 
 
 async def measure(pool: Pool) -> None:
-    """Keep the Prometheus gauges true, for as long as the task lives."""
+    """Update the Prometheus gauges, for as long as the task lives."""
     while True:
-        with suppress(UnavailableError):  # the gauges stay as they were, and so does the process
+        with suppress(UnavailableError):  # the gauges keep their values meanwhile
             await _measure(pool)
         await asyncio.sleep(METRICS_SECONDS)
 

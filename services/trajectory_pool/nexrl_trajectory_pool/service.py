@@ -1,6 +1,8 @@
-"""The four services of this process: messages in, moves of the ledger, messages out."""
+"""The four services of this process: they turn messages into moves of the ledger, and answers into messages."""
 
-import json
+import asyncio
+import logging
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,21 +18,30 @@ from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceServicer
 from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceServicer
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceServicer
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceServicer
-from nexrl_trajectory_pool.audit import Audit
-from nexrl_trajectory_pool.ledger import GrantedBatch, SampleRecord
-from nexrl_trajectory_pool.pool import Lease, Pool
+from nexrl_trajectory_pool.messages import (
+    added_item,
+    audit_message,
+    emptied_train_batch,
+    lease_batch_response,
+    pool_state,
+    sample_record_message,
+    task_lease_message,
+    task_message,
+)
+from nexrl_trajectory_pool.pool import Pool
 from nexrl_trajectory_pool.results import produced_samples
+from nexrl_trajectory_pool.train_batch_check import check_train_batch
 from nexrl_trajectory_pool.validation import validation_metrics
 
-MAX_FINDINGS = 1000
+log = logging.getLogger(__name__)
+
+MAX_SAMPLES = 4096
+"""Most samples of one LeaseTasks call: Redis serves nobody else while it grants them."""
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
 
 OUTCOMES = {name.removeprefix("PUT_OUTCOME_"): value for name, value in pb.PutOutcome.items()}
 """By the ledger's name of each."""
-
-WAITING = ("open", "leased", "grouping", "ready")
-"""States of samples that are in no batch yet."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,11 +58,11 @@ class Pools:
         return self._pools[tag]
 
     def all(self) -> list[Pool]:
-        """Every pool."""
+        """Return every pool."""
         return list(self._pools.values())
 
     def named(self, tag: str) -> list[Pool]:
-        """The pool of `tag`; every pool when it is empty."""
+        """Return the pool of `tag`; every pool when it is empty."""
         return [self[tag]] if tag else self.all()
 
 
@@ -62,14 +73,14 @@ class DataLoaderServicer(DataLoaderServiceServicer):
         self._pools = pools
 
     async def LeaseTasks(self, request: loader_pb.LeaseTasksRequest, context: Context) -> loader_pb.LeaseTasksResponse:
-        if request.max_samples < 1:
-            raise InvalidArgumentError(f"max_samples: {request.max_samples}; at least 1")
+        if not 1 <= request.max_samples <= MAX_SAMPLES:
+            raise InvalidArgumentError(f"max_samples: {request.max_samples}; 1 to {MAX_SAMPLES}")
         pool = self._pools[request.model_tag]
         leased = await pool.lease_tasks(
             request.request_id, request.max_samples, request.lease_seconds, request.wait_seconds
         )
         return loader_pb.LeaseTasksResponse(
-            leases=[_task_lease(pool, lease, leased.deadline) for lease in leased.leases],
+            leases=[task_lease_message(pool, lease, leased.deadline) for lease in leased.leases],
             exhausted=leased.exhausted,
             waiting_on=leased.waiting_on,
         )
@@ -101,7 +112,7 @@ class DataLoaderServicer(DataLoaderServiceServicer):
         source = self._pools[request.model_tag].source(_is_validation(request.purpose))
         if not 0 <= request.index < len(source):
             raise NotFoundError(f"index: {request.index}; 0 to {len(source) - 1}")
-        return loader_pb.GetTaskResponse(task=_task(source.tasks[request.index]))
+        return loader_pb.GetTaskResponse(task=task_message(source.tasks[request.index]))
 
     async def ResetDataLoader(
         self, request: loader_pb.ResetDataLoaderRequest, context: Context
@@ -136,8 +147,14 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
         self, request: packed_pb.PackedPutSamplesRequest, context: Context
     ) -> pool_pb.PutSamplesResponse:
         pool = self._pools[request.model_tag]
-        results = produced_samples(request.results, pool.spec.trajectory_pool.key_list, pool.vocabulary_size)
-        outcomes = await pool.training.put_samples(request.request_id, results)
+        results = produced_samples(
+            request.results,
+            pool.spec.trajectory_pool.key_list,
+            pool.vocabulary_size,
+            pool.sampling,
+            pool.spec.max_sequence_tokens,
+        )
+        outcomes = await pool.training.put_samples(request.request_id, results, request.worker_id)
         return pool_pb.PutSamplesResponse(outcomes=map(OUTCOMES.__getitem__, outcomes))
 
     async def LeaseBatch(  # type: ignore[override]  # the same bytes, see packed.proto
@@ -147,7 +164,7 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
         batch, exhausted = await pool.lease_batch(
             request.request_id, request.batch_size, request.lease_seconds, request.wait_seconds, request.worker_id
         )
-        return _lease_batch_response(pool.tag, batch, exhausted)
+        return lease_batch_response(pool.tag, batch, exhausted)
 
     async def ReturnBatch(self, request: pool_pb.ReturnBatchRequest, context: Context) -> pool_pb.ReturnBatchResponse:
         ledger = self._pools[request.model_tag].training
@@ -167,13 +184,13 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
         return pool_pb.GetTrajectoryPoolStateResponse(pools=[await pool_state(pool) for pool in pools])
 
     async def AuditLedger(self, request: pool_pb.AuditLedgerRequest, context: Context) -> pool_pb.AuditLedgerResponse:
-        audits = [_audit(pool.tag, await pool.training.audit()) for pool in self._pools.named(request.model_tag)]
+        audits = [audit_message(pool.tag, await pool.training.audit()) for pool in self._pools.named(request.model_tag)]
         return pool_pb.AuditLedgerResponse(audits=audits)
 
     async def GetSample(self, request: pool_pb.GetSampleRequest, context: Context) -> pool_pb.GetSampleResponse:
         record, payload = await self._pools[request.model_tag].training.sample(request.sample_id)
         result = None if payload is None else pb.SampleResult.FromString(payload)
-        return pool_pb.GetSampleResponse(record=_sample_record(record), result=result)
+        return pool_pb.GetSampleResponse(record=sample_record_message(record), result=result)
 
     async def ListSamples(self, request: pool_pb.ListSamplesRequest, context: Context) -> pool_pb.ListSamplesResponse:
         first_group = _page(request.page_token)
@@ -182,7 +199,7 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
         ledger = self._pools[request.model_tag].training
         records, following = await ledger.samples(first_group, request.page_size or DEFAULT_PAGE)
         token = "" if following is None else str(following)
-        return pool_pb.ListSamplesResponse(records=map(_sample_record, records), next_page_token=token)
+        return pool_pb.ListSamplesResponse(records=map(sample_record_message, records), next_page_token=token)
 
 
 class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
@@ -195,10 +212,13 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
         self, request: train_pb.PutTrainBatchRequest, context: Context
     ) -> train_pb.PutTrainBatchResponse:
         batch, put_id = request.train_batch, request.request_id
-        batch.put_id = put_id
-        ledger = self._pools[batch.model_tag].training
+        pool = self._pools[batch.model_tag]
+        # In a thread: a large batch would keep all other calls waiting.
+        kl_coefficient, max_tokens = pool.spec.algorithm.kl_coefficient, pool.spec.max_sequence_tokens
+        await asyncio.to_thread(check_train_batch, batch.tensors, pool.vocabulary_size, kl_coefficient, max_tokens)
+        batch.put_id, batch.dropped = put_id, False
         payload = batch.SerializeToString()
-        await ledger.put_train_batch(
+        await pool.training.put_train_batch(
             request.request_id, batch.batch_id, request.batch_attempt, batch.sample_ids, payload, put_id
         )
         return train_pb.PutTrainBatchResponse()
@@ -218,6 +238,27 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
             request.step, request.incarnation, request.sample_ids, request.put_id
         )
         return train_pb.AckTrainBatchResponse(checkpoint_wanted=is_wanted)
+
+    async def FailTrainBatch(
+        self, request: train_pb.FailTrainBatchRequest, context: Context
+    ) -> train_pb.FailTrainBatchResponse:
+        ledger = self._pools[request.model_tag].training
+        fail = partial(
+            ledger.fail_train_batch,
+            request.request_id,
+            request.step,
+            request.incarnation,
+            request.sample_ids,
+            request.put_id,
+        )
+        is_dropped = await fail(b"")
+        if is_dropped is None:  # only now: the train batch may be large
+            payload, _ = await ledger.lease_train_batch(request.step, request.incarnation)
+            is_dropped = await fail(emptied_train_batch(payload or b"", request.request_id))
+        if is_dropped:
+            names = " ".join(request.sample_ids)
+            log.error("step %d: its train batch has failed twice; dropped samples: %s", request.step, names)
+        return train_pb.FailTrainBatchResponse(dropped=bool(is_dropped))
 
     async def CommitCheckpoint(
         self, request: train_pb.CommitCheckpointRequest, context: Context
@@ -276,9 +317,9 @@ class ValidatorServicer(ValidatorServiceServicer):
 
 
 def serve_packed(server: grpc.aio.Server, pool: TrajectoryPoolServicer, validator: ValidatorServicer) -> None:
-    """Serve the calls that carry trajectories, which stay the bytes that they are.
+    """Serve the calls that carry trajectories without decoding them.
 
-    To be called after the generated functions, whose handlers of these methods it replaces.
+    Call it after the generated functions: it replaces their handlers of these methods.
     """
     put = grpc.unary_unary_rpc_method_handler(
         pool.PutSamples, packed_pb.PackedPutSamplesRequest.FromString, pool_pb.PutSamplesResponse.SerializeToString
@@ -295,95 +336,11 @@ def serve_packed(server: grpc.aio.Server, pool: TrajectoryPoolServicer, validato
     server.add_registered_method_handlers("nexrl.v1.ValidatorService", {"PutValidationSamples": put_validation})
 
 
-async def pool_state(pool: Pool) -> pool_pb.PoolState:
-    """The training ledger's counters as a message."""
-    state = await pool.training.state()
-    return pool_pb.PoolState(
-        model_tag=pool.tag,
-        empty=sum(state[name] for name in WAITING) + state.unprocessed_batches == 0,
-        credit=state.credit,
-        dropped=state.dropped,
-        imbalance=state.imbalance,
-        policy_version=state["version"],
-        next_batch_id=state["next_batch"],
-        granted=state["granted"],
-        open=state["open"],
-        leased=state["leased"],
-        grouping=state["grouping"],
-        ready=state["ready"],
-        batched=state["batched"],
-        trained=state["trained"],
-        durable=state["durable"],
-    )
-
-
-def _audit(tag: str, audit: Audit) -> pool_pb.LedgerAudit:
-    findings = [pool_pb.AuditFinding(subject=f.subject, problem=f.problem) for f in audit.findings[:MAX_FINDINGS]]
-    return pool_pb.LedgerAudit(
-        model_tag=tag,
-        samples=audit.samples,
-        dropped=audit.dropped,
-        findings=findings,
-        findings_total=len(audit.findings),
-    )
-
-
-def _sample_record(record: SampleRecord) -> pool_pb.SampleRecord:
-    return pool_pb.SampleRecord(
-        sample_id=record.sample_id,
-        state=pool_pb.SampleState.Value(f"SAMPLE_STATE_{record.state.upper()}"),
-        attempt=record.attempt,
-        batch_id=record.batch,
-        drop_reason=record.drop_reason,
-    )
-
-
 def _page(token: str) -> int:
     if token and not token.isdecimal():
         raise InvalidArgumentError(f"page_token: {token!r}; next_page_token of the page before, or empty")
     return int(token or 0)
 
 
-def added_item(task: pb.Task) -> bytes:
-    """The item of a task that was added by hand, as tasks of the data set have it. Raises InvalidArgumentError."""
-    try:
-        item = json.loads(task.item_json)
-    except ValueError as error:
-        raise InvalidArgumentError(f"task.item_json: not JSON: {error}") from None
-    if not isinstance(item, dict) or not isinstance(item.get("prompt"), str) or not item["prompt"]:
-        raise InvalidArgumentError("task.item_json: an object with the text 'prompt' is needed")
-    if not task.task_id:
-        raise InvalidArgumentError("task.task_id: empty")
-    return json.dumps({"answer": None, "metadata": {}, **item, "id": task.task_id}).encode()
-
-
 def _is_validation(purpose: "pb.Purpose.ValueType") -> bool:
     return purpose == pb.PURPOSE_VALIDATION
-
-
-def _task(task: Any) -> pb.Task:
-    return pb.Task(task_id=str(task["id"]), item_json=json.dumps(task))
-
-
-def _task_lease(pool: Pool, lease: Lease, deadline: float) -> pb.TaskLease:
-    validation = pool.spec.validation
-    is_validation = lease.is_validation and validation is not None
-    return pb.TaskLease(
-        task=pb.Task(task_id=lease.task_id, item_json=lease.item_json),
-        group_id=lease.granted.group,
-        samples=[pb.SampleLease(sample_id=sample, attempt=attempt) for sample, attempt in lease.granted.samples],
-        purpose=pb.PURPOSE_VALIDATION if is_validation else pb.PURPOSE_TRAINING,
-        deadline_unix_seconds=deadline,
-        temperature=validation.temperature if is_validation and validation else pool.spec.rollout.temperature,
-    )
-
-
-def _lease_batch_response(tag: str, batch: GrantedBatch | None, exhausted: bool) -> packed_pb.PackedLeaseBatchResponse:
-    response = packed_pb.PackedLeaseBatchResponse(exhausted=exhausted)
-    if batch is not None:
-        lease = response.lease
-        lease.batch_id, lease.attempt, lease.model_tag = batch.batch, batch.attempt, tag
-        lease.data_cursor = batch.data_cursor
-        for name, payloads in batch.groups:  # filled in place: a message given to another is copied
-            lease.groups.add(group_id=name).samples.extend(payloads)
-    return response

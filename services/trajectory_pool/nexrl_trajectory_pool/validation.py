@@ -8,7 +8,7 @@ from nexrl.v1 import trajectory_pb2 as pb
 
 
 def validation_metrics(payloads: Sequence[bytes], failed: int) -> Mapping[str, float]:
-    """Mean of the reward and of each component over the scored samples, prefix `val/`, and how many there were.
+    """Return the mean of the reward and of each component over the scored samples, as `val/<name>`, and their number.
 
     A component that only some samples report is averaged over those. Samples whose metadata has `data_source` are
     also reported by source, as `val/<source>/<name>`.

@@ -1,8 +1,8 @@
-"""Waits that end when the ledger moves: told by Redis, never polled, and looked into by one waiter after the other.
+"""Waits that end when the ledger moves. Redis publishes each change, so nothing is polled.
 
-Of all who wait for the same, the first in line looks when something was told. If it finds something the next one looks,
-until one looks in vain, for then the others would too. So a wake-up costs one call of the ledger more than it grants,
-however many wait.
+Calls that wait for the same thing form a line. After a wake-up the first call in the line tries. If it succeeds, the
+next one tries, until one finds nothing: the others would find nothing either. So a wake-up costs one call of the ledger
+more than it grants, however many calls wait.
 """
 
 import asyncio
@@ -20,26 +20,29 @@ log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 Attempt: TypeAlias = Callable[[], Awaitable[tuple[ResultT, bool]]]
-"""Looks once; gives its answer, and whether that ends the wait. An answer that does not must be the same for all."""
+"""Tries once. Returns its answer, and True if the wait ends.
+
+An answer that does not end the wait must be valid for every caller.
+"""
 
 RECONNECT_SECONDS = 0.2
 SILENCE_SECONDS = 5.0
-"""After it Redis is asked whether it is still there: a peer that vanished without a word would never tell anything."""
+"""Time without a message after which Redis is pinged. A connection whose peer is lost would be silent forever."""
 
 
 class _Line(Generic[ResultT]):
-    """Those who wait for the same: what one of them does not find, no other would."""
+    """Calls that wait for the same event. If one finds nothing, the others would find nothing either."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """First come, first served: whoever has it looks when there is news, and the others sleep."""
+        """Held by the call that tries when there is news; the others sleep."""
         self.news = asyncio.Event()
-        """Something may be there that nobody of the line has looked for."""
+        """Set if something may be there for which no call of the line has tried."""
         self.nothing: ResultT
-        """The newest answer to a look in vain."""
+        """The newest answer of a try that found nothing."""
 
     async def look(self, attempt: Attempt[ResultT]) -> tuple[ResultT, bool]:
-        """Attempt once. Only a look in vain was one for the whole line; after any other the line has to look again."""
+        """Try once. If this finds nothing, no other call needs to try."""
         try:
             result, is_done = await attempt()
         except BaseException:
@@ -53,16 +56,16 @@ class _Line(Generic[ResultT]):
 
 
 class WakeUps:
-    """What happened on the channels of some ledgers, and the waits for it."""
+    """The waits on the channels of some ledgers."""
 
     def __init__(self, redis: Redis, channels: Sequence[str]) -> None:
         self._redis = redis
         self._channels = channels
-        # A line is there for as long as somebody stands in it.
+        # A line exists while a call waits in it.
         self._lines: WeakValueDictionary[tuple[str, Hashable], _Line[Any]] = WeakValueDictionary()
 
     async def listen(self) -> None:
-        """Pass on what Redis tells, for as long as the task lives. After a lost connection every line looks again."""
+        """Pass on what Redis publishes, while the task lives. Every line tries again after a lost connection."""
         while True:
             try:
                 await self._pass_on()
@@ -81,13 +84,13 @@ class WakeUps:
                 is_silent = message is None
                 if message is None:
                     await subscription.ping()
-                elif message["type"] == "subscribe":  # whatever was told before it is lost
+                elif message["type"] == "subscribe":  # what was published before it is lost
                     self._tell_all()
                 elif message["type"] == "message":
                     self.tell(message["data"].decode())
 
     def tell(self, topic: str) -> None:
-        """The first in each line of `topic` is to look."""
+        """Have the first call in each line of `topic` try."""
         for (name, _), line in self._lines.items():
             if name == topic:
                 line.news.set()
@@ -97,22 +100,22 @@ class WakeUps:
             line.news.set()
 
     async def until(self, topic: str, attempt: Attempt[ResultT], wait_seconds: float, kind: Hashable = None) -> ResultT:
-        """Call `attempt` until it ends the wait, again when `topic` was told, for at most `wait_seconds`.
+        """Call `attempt` until it ends the wait, again after each wake-up of `topic`, for at most `wait_seconds`.
 
-        Gives the newest answer. `kind` holds all that the outcome depends on besides the ledger: those of one topic and
-        kind wait in one line.
+        Returns the newest answer. `kind` holds all that the outcome depends on besides the ledger: calls of one topic
+        and kind wait in one line.
         """
         now = asyncio.get_running_loop().time
         deadline = now() + wait_seconds
         line: _Line[ResultT] = self._lines.setdefault((topic, kind), _Line())
-        # Who comes looks before it joins the line, and may so take what the first in line was woken for: a repeated
-        # request has its answer, whoever waits, and who is served first was promised to nobody.
+        # A new call tries once before it queues, so it may overtake a waiter. FIFO order is not promised, and a
+        # repeated request must get its answer at once.
         result, is_done = await line.look(attempt)
         if is_done or not wait_seconds > 0 or not await _in_time(line.turn.acquire(), deadline):
             return result if is_done else line.nothing
         try:
             while not is_done and now() < deadline and await _in_time(line.news.wait(), deadline):
-                line.news.clear()  # before the look, so that what is told meanwhile makes it look again
+                line.news.clear()  # before it tries, so that what is published meanwhile makes it try again
                 result, is_done = await line.look(attempt)
         finally:
             line.turn.release()
@@ -120,8 +123,8 @@ class WakeUps:
 
 
 async def _in_time(waiting: Awaitable[object], deadline: float) -> bool:
-    """Wait, but only until `deadline` in the event loop's time. For waits alone: an attempt that is cut short may have
-    been granted something that nobody gets."""
+    """Wait until `deadline` in the event loop's time; return False if it passed. Never for an attempt: one that is cut
+    short may have been granted something that no call receives."""
     try:
         async with asyncio.timeout_at(deadline):
             await waiting

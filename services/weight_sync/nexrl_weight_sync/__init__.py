@@ -1,1 +1,1 @@
-"""Policy versions: which one is committed, which replicas serve it, and how the next one is brought to them."""
+"""Policy versions: which one is committed, which replicas serve it, and the transaction that commits the next one."""

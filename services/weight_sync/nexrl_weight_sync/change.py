@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class Change:
-    """Wakes those who wait for a condition on some state, at each change of it. For one event loop."""
+    """Lets coroutines of one event loop wait for a condition on some state. Call `notify` when the state changes."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
@@ -13,21 +13,21 @@ class Change:
 
     @property
     def is_closed(self) -> bool:
-        """True once nobody may wait any longer."""
+        """True after `close`: waits return at once."""
         return self._is_closed
 
     def notify(self) -> None:
-        """The state has changed."""
+        """Wake all waits, so that they check their conditions again."""
         self._next.set()
         self._next = asyncio.Event()
 
     def close(self) -> None:
-        """End all waits, also later ones."""
+        """End all waits, and all later ones."""
         self._is_closed = True
         self.notify()
 
     async def until(self, condition: Callable[[], bool], wait_seconds: float | None = None) -> bool:
-        """Wait until `condition` holds, at most `wait_seconds`; gives whether it does."""
+        """Wait until `condition` holds, at most `wait_seconds`. Returns whether it holds."""
         try:
             async with asyncio.timeout(wait_seconds):
                 while not condition() and not self._is_closed:

@@ -1,125 +1,22 @@
-"""The state machine of one model tag: the replicas, the committed version, and the one sync that may be on.
+"""The state machine of one model tag: the replicas, the committed version, and at most one running sync.
 
-Nothing here waits, sends or reads a clock: the caller brings the time (`now`, monotonic seconds) and does what the
-answers say. What holds at every moment:
+Nothing here waits, sends or reads a clock: the caller passes the time (`now`, monotonic seconds) and acts on the
+returned values. Invariants:
   - a replica is ready only when the version and digest that it holds are the committed ones;
-  - the epoch never goes back, nor does the committed version, except where the trainer's ledger has (`forget_above`);
-  - at most one sync is on, it has a deadline, and so has a validation hold: `next_deadline` and `expire` end them.
+  - the epoch never decreases; the committed version decreases only if the trainer's ledger lost steps (`forget_above`);
+  - at most one sync runs; it and a validation hold have deadlines: `next_deadline` and `expire` end them.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from nexrl.errors import FailedPreconditionError, LeaseLostError, NotFoundError
-
-NO_VERSION = -1
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the experiment asks for.
-
-    `max_lag_steps`: versions that the committed one may lag behind the newest offered one before rollouts must wait;
-    None for any. `is_due`: whether a version is to be validated. Times in seconds.
-    """
-
-    max_lag_steps: int | None
-    lease_seconds: float
-    sync_seconds: float
-    hold_seconds: float
-    is_due: Callable[[int], bool]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A policy version and the digest of its bytes; -1 and empty for none."""
-
-    policy_version: int = NO_VERSION
-    digest: str = ""
-
-
-@dataclass(frozen=True)
-class Replica:
-    """A replica as it describes itself. `holds`: the weights that it serves.
-
-    `token_address`: where clients with a token are served, instead of a certificate.
-    """
-
-    replica_id: str
-    address: str
-    http_url: str
-    holds: Weights
-    token_address: str = ""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A living replica. `serial` differs between two stays of the same replica id."""
-
-    replica: Replica
-    serial: int
-    lease_until: float
-
-    @property
-    def replica_id(self) -> str:
-        """Name of the replica."""
-        return self.replica.replica_id
-
-
-@dataclass(frozen=True)
-class Sync:
-    """A sync that is on. `members[i]` has rank i + 1; the trainer has rank 0."""
-
-    sync_id: str
-    request_id: str
-    weights: Weights
-    epoch: int
-    members: tuple[Member, ...]
-    deadline: float
-
-
-class Cause(StrEnum):
-    """Why a sync ended without a commit."""
-
-    REPLICA_LEFT = "replica_left"
-    BROADCAST_FAILED = "broadcast_failed"
-    NOT_TAKEN = "not_taken"
-    SUPERSEDED = "superseded"
-    TOO_LATE = "too_late"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a sync ended. `cause` (None: it was committed) and `reason`, the same for people."""
-
-    sync_id: str
-    cause: Cause | None
-    reason: str
-    evicted: tuple[str, ...]
-
-    @property
-    def committed(self) -> bool:
-        """True when at least one replica serves the version."""
-        return self.cause is None
-
-
-@dataclass(frozen=True)
-class State:
-    """What must outlive the process. `held_version`: the version held for validation, or -1.
-
-    What the replicas hold is left out: they may change it while this process is away, so they are asked again.
-    """
-
-    committed: Weights = Weights()
-    epoch: int = 0
-    held_version: int = NO_VERSION
-    replicas: tuple[Replica, ...] = ()
+from nexrl_weight_sync.records import NO_VERSION, Cause, Member, Outcome, Replica, Rules, State, Sync, Weights
 
 
 @dataclass
 class _Group:
-    """The members of the current epoch, and whether the trainer's group is known to be whole."""
+    """The members of the current epoch, and whether the trainer's broadcast group is known to be complete."""
 
     epoch: int
     members: tuple[tuple[str, int], ...] = ()
@@ -128,7 +25,7 @@ class _Group:
 
 @dataclass
 class _Progress:
-    """The sync that is on."""
+    """The running sync."""
 
     sync: Sync
     evicted: list[str] = field(default_factory=list)
@@ -136,7 +33,7 @@ class _Progress:
 
 
 class Coordinator:
-    """See the module. Methods that change something say so; the caller stores `state` and wakes who waits."""
+    """See the module. Methods return whether they changed something; the caller then stores `state` and wakes waits."""
 
     def __init__(self, rules: Rules, state: State, now: float) -> None:
         self._rules = rules
@@ -152,11 +49,11 @@ class Coordinator:
         for replica in state.replicas:
             self._enter(replica, now)
 
-    # What is so.
+    # Reading.
 
     @property
     def state(self) -> State:
-        """What must be stored."""
+        """The state to store."""
         replicas = tuple(replace(member.replica, holds=Weights()) for member in self.members)
         return State(self._committed, self._group.epoch, self._held_version, replicas)
 
@@ -177,28 +74,31 @@ class Coordinator:
 
     @property
     def sync(self) -> Sync | None:
-        """The sync that is on."""
+        """The running sync, or None."""
         return self._progress.sync if self._progress else None
 
     @property
     def last_outcome(self) -> Outcome | None:
-        """How the last sync that was on ended."""
+        """How the last sync ended."""
         return self._outcome
 
     def is_ready(self, member: Member) -> bool:
-        """True when the member may be sent requests."""
+        """True if the member may receive requests."""
         return self._committed.policy_version != NO_VERSION and member.replica.holds == self._committed
 
     def gate(self) -> str:
-        """Why rollouts must wait; empty when they may go on.
+        """Return why rollouts must wait before they take work; empty if they may take it.
 
-        A validation hold does not: validation rollouts pass the same gate, and the credit bounds the others.
+        A validation hold does not close the gate: validation rollouts pass the same gate, and the credit bounds the
+        others.
         """
         if self._committed.policy_version == NO_VERSION:
             return "no policy version has been committed yet"
+        if self._rules.max_lag_steps is None:
+            return ""
         if not any(map(self.is_ready, self.members)):
             return f"no replica serves the committed version {self._committed.policy_version}"
-        if self._held_version != NO_VERSION or self._rules.max_lag_steps is None:
+        if self._held_version != NO_VERSION:
             return ""
         lag_steps = self._offered_version - self._committed.policy_version
         return f"version {self._offered_version} is being synced" if lag_steps > self._rules.max_lag_steps else ""
@@ -206,7 +106,7 @@ class Coordinator:
     # Replicas.
 
     def register(self, replica: Replica, now: float) -> bool:
-        """Enter a replica, or renew its lease. True when more than a lease changed."""
+        """Register a replica, or renew its lease. Returns True if more than the lease changed."""
         known = self._members.get(replica.replica_id)
         if known is None:
             self._enter(replica, now)
@@ -216,13 +116,16 @@ class Coordinator:
             self._enter(replica, now)
             return True
         if replica.holds.policy_version < known.replica.holds.policy_version:
-            # Sent before the commit that we know of: versions of one process only grow.
+            # It was sent before the last commit: the versions of one process only grow.
             replica = known.replica
         self._members[replica.replica_id] = replace(known, replica=replica, lease_until=now + self._rules.lease_seconds)
         return replica != known.replica
 
     def remove(self, replica_id: str, reason: str) -> bool:
-        """Put a replica out, and end a transfer that it takes part in: the others would wait. True if it was here."""
+        """Evict a replica. Returns True if it was a member.
+
+        A transfer that it takes part in ends, because the other members would wait for it.
+        """
         member = self._members.pop(replica_id, None)
         if member is None:
             return False
@@ -233,15 +136,15 @@ class Coordinator:
         return True
 
     def evict(self, member: Member, reason: str) -> bool:
-        """Put out this stay of a replica; one that has come back since stays. True when it was here."""
+        """Evict this stay of a replica, but not a later stay of the same id. Returns True if it was a member."""
         return _is_among(member, self.members) and self.remove(member.replica_id, reason)
 
     # The sync: offer -> begin -> verify -> commit, or abort anywhere.
 
     def offer(self, weights: Weights) -> bool:
-        """Note the version that the trainer wants to publish. True when that changes something.
+        """Note the version that the trainer wants to publish. Returns True if that changes something.
 
-        Raises LeaseLostError for a version older than the committed one: a trainer that replays what it lost.
+        Raises LeaseLostError for a version below the committed one: the trainer replays steps.
         """
         if weights.policy_version < self._committed.policy_version:
             raise LeaseLostError(
@@ -252,9 +155,9 @@ class Coordinator:
         return has_changed
 
     def forget_above(self, newest_version: int) -> bool:
-        """Forget a committed version above `newest_version`: the ledger has lost the steps that led to it.
+        """Forget a committed version above `newest_version`, because the ledger has lost the steps that led to it.
 
-        No trainer can make it any more, and replicas that still serve it are not ready. True when there is one.
+        No trainer can make that version again, and replicas that serve it are not ready. Returns True if there was one.
         """
         if self._committed.policy_version <= newest_version:
             return False
@@ -264,7 +167,7 @@ class Coordinator:
         return True
 
     def waiting_on(self, weights: Weights) -> str:
-        """Why a sync of `weights` cannot begin: "validation" or "replicas"; empty when it can.
+        """Return why a sync of `weights` cannot begin, "validation" or "replicas"; empty if it can.
 
         The held version itself may be published again: validation could not end if its last replica were lost.
         """
@@ -275,7 +178,7 @@ class Coordinator:
         return ""
 
     def begin(self, request_id: str, weights: Weights, open_epoch: int, now: float) -> Sync:
-        """Begin a sync with all living replicas; one in transfer is given up, unless it is the same request's.
+        """Begin a sync with all living replicas. A sync in transfer is aborted, unless it belongs to the same request.
 
         A new epoch begins when the membership changed, the trainer has no open group, or the last transfer failed.
         """
@@ -294,20 +197,20 @@ class Coordinator:
         return sync
 
     def outcome(self, sync_id: str) -> Outcome | None:
-        """How the sync ended, if it was the last to end. Raises NotFoundError for one that is neither on nor that."""
+        """Return how the sync ended; None while it runs. Raises NotFoundError if it neither runs nor was the last."""
         if self._outcome is not None and self._outcome.sync_id == sync_id:
             return self._outcome
         self._progress_of(sync_id)
         return None
 
     def start_verifying(self, sync_id: str, now: float) -> None:
-        """The trainer has sent everything: from now on a replica that fails is put out, and the sync goes on."""
+        """Note that the trainer has sent everything. From now on a failing replica is evicted; the sync continues."""
         progress = self._progress_of(sync_id)
         progress.is_verifying = True
         progress.sync = replace(progress.sync, deadline=now + self._rules.sync_seconds)
 
     def verify(self, sync_id: str, digests: Mapping[str, str]) -> tuple[Member, ...]:
-        """The members that hold what was sent and still live; puts out those with another digest, or none."""
+        """Return the living members that hold what was sent. Evicts those with another digest, or none."""
         sync = self._progress_of(sync_id).sync
         for member in self._still_here(sync.members):
             if digests.get(member.replica_id) != sync.weights.digest:
@@ -315,7 +218,7 @@ class Coordinator:
         return self._still_here(sync.members)
 
     def commit(self, sync_id: str, served_ids: Collection[str], now: float) -> Outcome:
-        """Commit the version if any of the members serves it; puts out the members that do not."""
+        """Commit the version if at least one member serves it. Evicts the members that do not."""
         sync = self._progress_of(sync_id).sync
         is_served = False
         for member in self._still_here(sync.members):
@@ -334,21 +237,21 @@ class Coordinator:
         return self._end(None, "")
 
     def abort(self, sync_id: str, cause: Cause, reason: str) -> Outcome:
-        """End the sync without a commit; its members stay. Raises NotFoundError when it is not on."""
+        """End the sync without a commit; its members stay. Raises NotFoundError if it does not run."""
         self._progress_of(sync_id)
         return self._end(cause, reason)
 
     # Validation and time.
 
     def end_hold(self, policy_version: int) -> bool:
-        """Let syncs go on if it is this version that is held. True when it was."""
+        """End the validation hold of this version. Returns True if it was held."""
         if policy_version == NO_VERSION or policy_version != self._held_version:
             return False
         self._held_version = NO_VERSION
         return True
 
     def expire(self, now: float) -> tuple[str, ...]:
-        """End what is past its deadline; says what that was."""
+        """End everything whose deadline has passed. Returns a reason for each."""
         expired = [member.replica_id for member in self.members if member.lease_until <= now]
         for replica_id in expired:
             self.remove(replica_id, "it is silent")
@@ -362,7 +265,7 @@ class Coordinator:
         return tuple(reasons)
 
     def next_deadline(self) -> float | None:
-        """When `expire` will next have something to do, unless something changes before."""
+        """Return the next time at which `expire` has something to do, unless the state changes first."""
         deadlines = [member.lease_until for member in self._members.values()]
         if self._progress is not None:
             deadlines.append(self._progress.sync.deadline)
@@ -377,7 +280,7 @@ class Coordinator:
     def _regroup(self, open_epoch: int) -> None:
         members = tuple((member.replica_id, member.serial) for member in self.members)
         if members != self._group.members or open_epoch != self._group.epoch or not self._group.is_intact:
-            # The trainer's may be the later one, if Redis has lost what was stored last: no epoch serves two groups.
+            # The trainer's epoch may be higher if Redis lost its last writes. An epoch must never name two groups.
             self._group = _Group(max(self._group.epoch, open_epoch) + 1, members)
 
     def _still_here(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
@@ -385,7 +288,7 @@ class Coordinator:
 
     def _progress_of(self, sync_id: str) -> _Progress:
         if self._progress is None or self._progress.sync.sync_id != sync_id:
-            raise NotFoundError(f"sync {sync_id!r} is not on; begin another")
+            raise NotFoundError(f"sync {sync_id!r} is not running; begin another")
         return self._progress
 
     def _end(self, cause: Cause | None, reason: str) -> Outcome:
@@ -396,7 +299,7 @@ class Coordinator:
 
 
 def _is_other_process(known: Replica, replica: Replica) -> bool:
-    """A process that was restarted under its old name has lost its weights, or its address."""
+    """Return True for a process that was restarted under the same id: it has no weights, or another address."""
     has_lost_weights = known.holds.policy_version != NO_VERSION and replica.holds.policy_version == NO_VERSION
     return has_lost_weights or replace(known, holds=replica.holds) != replica
 

@@ -1,4 +1,4 @@
-"""What weight sync counts and times."""
+"""Prometheus metrics of weight sync."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

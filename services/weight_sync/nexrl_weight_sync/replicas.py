@@ -1,4 +1,4 @@
-"""Calls to the replicas: one attempt each, because a replica that must be asked twice is late."""
+"""Calls to the replicas. Each call is attempted once; a replica whose call fails is evicted."""
 
 import asyncio
 import logging
@@ -8,25 +8,26 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from nexrl.cancellation import is_called_off
 from nexrl.errors import NexrlError, UnavailableError
 from nexrl.rpc.client import connect
 from nexrl.rpc.status import error_from_call
+from nexrl.task_cancellation import is_current_task_cancelled
 from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
-from nexrl.weights.codec import manifest_to_wire, rendezvous_to_wire
 from nexrl.weights.manifest import Manifest
+from nexrl.weights.manifest_proto import manifest_to_wire
 from nexrl.weights.rendezvous import Rendezvous
+from nexrl.weights.rendezvous_proto import rendezvous_to_wire
 
 log = logging.getLogger(__name__)
 
 
 class TransferInterruptedError(UnavailableError):
-    """The replica answers, but its transfer failed because some other member of the group did."""
+    """The replica answered that its transfer failed because another member of the group failed."""
 
 
 class ReplicaClients:
-    """Channels to the living replicas."""
+    """Calls replicas over one channel for each address."""
 
     def __init__(self, *, timeout_seconds: float) -> None:
         """`timeout_seconds`: for one call."""
@@ -35,9 +36,9 @@ class ReplicaClients:
         self._is_closed = False
 
     async def receive(self, address: str, sync_id: str, rendezvous: Rendezvous, manifest: Manifest) -> str:
-        """Have the replica at `address` receive; gives the digest of what it received.
+        """Have the replica at `address` receive a version. Returns the digest of what it received.
 
-        Raises TransferInterruptedError when another member is to blame, else the NexrlError with which it failed.
+        Raises TransferInterruptedError if another member failed, else the NexrlError with which the replica failed.
         """
         request = pb.ReceiveWeightsRequest(
             sync_id=sync_id, rendezvous=rendezvous_to_wire(rendezvous), manifest=manifest_to_wire(manifest)
@@ -46,12 +47,12 @@ class ReplicaClients:
         return answer.digest
 
     async def commit(self, address: str, sync_id: str, policy_version: int) -> None:
-        """Have the replica at `address` serve what it received. Raises NexrlError when it does not."""
+        """Have the replica at `address` serve what it received. Raises NexrlError if it does not."""
         request = pb.CommitWeightsRequest(sync_id=sync_id, policy_version=policy_version)
         await self._call(self._stub(address).CommitWeights, request)
 
     async def keep_only(self, addresses: set[str]) -> None:
-        """Close the channels to all other addresses: a replica that returns must not meet the old one's back-off."""
+        """Close the channels to all other addresses. A replica that returns gets a new channel, without back-off."""
         for address in self._channels.keys() - addresses:
             await self._channels.pop(address).close()
 
@@ -64,10 +65,10 @@ class ReplicaClients:
         try:
             return await method(request, timeout=self._timeout_seconds)
         except asyncio.CancelledError:
-            # So gRPC ends a call whose channel is closed, too: that is the replica's failure, and not the caller's end.
-            if self._is_closed or is_called_off():
+            # gRPC also raises this if the channel was closed during the call. Then only the replica failed.
+            if self._is_closed or is_current_task_cancelled():
                 raise
-            raise UnavailableError("it left, or was put out, during the call") from None
+            raise UnavailableError("the replica left, or was evicted, during the call") from None
         except grpc.aio.AioRpcError as rpc_error:
             error: NexrlError = error_from_call(rpc_error)
             has_answered = rpc_status.from_call(rpc_error) is not None  # type: ignore[arg-type,no-untyped-call,unused-ignore]

@@ -11,14 +11,15 @@ from nexrl.store import START_SECONDS, connect_redis, key_prefix
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 from nexrl.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_to_server
-from nexrl_weight_sync.coordinator import Coordinator, Rules
+from nexrl_weight_sync.coordinator import Coordinator
+from nexrl_weight_sync.records import Rules
 from nexrl_weight_sync.replicas import ReplicaClients
 from nexrl_weight_sync.service import WeightSyncServicer
 from nexrl_weight_sync.store import WeightSyncStore
 from nexrl_weight_sync.weight_sync import WeightSync
 
 LEASE_SECONDS = 10.0
-"""A replica that is silent for longer is put out."""
+"""A replica that is silent for longer is evicted."""
 MARGIN_SECONDS = 10.0
 POOL_SECONDS = 30.0
 
@@ -56,7 +57,7 @@ async def start(process: ServiceProcess) -> None:
 
 
 def rules(spec: ExperimentSpec) -> Rules:
-    """What the experiment asks of the coordinator."""
+    """Return the coordinator's limits for the experiment."""
     max_lag_steps = {"sync": 0, "batch-async": spec.weight_sync.staleness_threshold, "fully-async": None}
     return Rules(
         max_lag_steps=max_lag_steps[spec.weight_sync.mode],
@@ -82,7 +83,7 @@ def _validation_rule(spec: ExperimentSpec) -> Callable[[int], bool]:
 
 
 async def _tell_pool(process: ServiceProcess, weight_sync: WeightSync) -> None:
-    """The pool's credit counts from the committed version: it must hear of each, however long it is away."""
+    """Send each committed version to the pool, until it accepts it: the pool's credit counts from that version."""
     stub = TrajectoryPoolServiceStub(process.connect(process.settings.trajectory_pool))
     model_tag = process.experiment.spec.model.tag
 
@@ -97,7 +98,7 @@ async def _tell_pool(process: ServiceProcess, weight_sync: WeightSync) -> None:
             except NexrlError as error:
                 if not is_passing(error):
                     raise
-                await process.activity.report(error, work_context=f"telling the pool of version {policy_version}")
+                await process.activity.report(error, work_context=f"sending version {policy_version} to the pool")
 
     await weight_sync.announce(tell)
 

@@ -1,4 +1,4 @@
-"""WeightSyncService: messages to calls of WeightSync, and back."""
+"""nexrl.v1.WeightSyncService: translates messages to calls of WeightSync and back."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,9 +9,10 @@ from nexrl.errors import InvalidArgumentError, NotFoundError
 from nexrl.v1 import policy_pb2
 from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceServicer
-from nexrl.weights.codec import manifest_from_wire, rendezvous_to_wire
+from nexrl.weights.manifest_proto import manifest_from_wire
 from nexrl.weights.rendezvous import TRAINER_RANK, Rendezvous
-from nexrl_weight_sync.coordinator import NO_VERSION, Replica, Weights
+from nexrl.weights.rendezvous_proto import rendezvous_to_wire
+from nexrl_weight_sync.records import NO_VERSION, Replica, Weights
 from nexrl_weight_sync.weight_sync import Offer, WeightSync
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,6 +56,7 @@ class WeightSyncServicer(WeightSyncServiceServicer):
             yield pb.WatchReplicasResponse(
                 replicas=[_replica_to_wire(replica, ready) for replica, ready in view.replicas],
                 committed_version=view.committed_version,
+                gate=view.gate,
             )
 
     async def PrepareSync(self, request: pb.PrepareSyncRequest, context: Context) -> pb.PrepareSyncResponse:
@@ -129,7 +131,10 @@ def _replica_from_wire(replica: policy_pb2.Replica, digest: str) -> Replica:
     if not replica.replica_id or not replica.address:
         raise InvalidArgumentError("replica: replica_id and address must be set")
     if (replica.policy_version == NO_VERSION) != (digest == ""):
-        raise InvalidArgumentError("replica: a version comes with its digest, and -1 with none")
+        raise InvalidArgumentError(
+            f"digest: {digest!r} for policy_version {replica.policy_version}; a version requires its digest, "
+            f"and {NO_VERSION} (no weights) requires an empty digest"
+        )
     holds = Weights(replica.policy_version, digest)
     return Replica(replica.replica_id, replica.address, replica.http_url, holds, replica.token_address)
 

@@ -7,10 +7,10 @@ from redis.exceptions import RedisError
 
 from nexrl.errors import FailedPreconditionError, UnavailableError
 from nexrl.store import Redis, run_script
-from nexrl_weight_sync.coordinator import Replica, State, Weights
+from nexrl_weight_sync.records import Replica, State, Weights
 
-# Who loads the state owns it: a process that has been replaced but does not know it yet is fenced off. Not by what is
-# stored: a Redis that lost its last writes may hold a later version than its owner, which was told to forget it.
+# The process that loaded the state last owns it; older processes are fenced off by their incarnation. The stored
+# version cannot fence them: a Redis that lost its last writes may hold a higher version than its owner.
 _LOAD = """
 local stored = tonumber(redis.call('HGET', KEYS[1], 'incarnation') or '0')
 local incarnation = string.format('%.0f', math.max(stored + 1, tonumber(ARGV[1])))
@@ -36,9 +36,9 @@ class WeightSyncStore:
         self._incarnation = 0
 
     async def load(self) -> State:
-        """Own the state from now on, and give what was saved last; that of an experiment which has not begun if none.
+        """Take ownership of the state and return what was saved last; an empty state if nothing was saved.
 
-        By the clock, so that a Redis that forgets gives no number twice.
+        The incarnation follows the clock, so that a Redis that lost writes returns no number twice.
         """
         now = int(time.time() * 1000)
         incarnation, fields = await run_script(self._load, [self._key], [now])
@@ -59,7 +59,7 @@ class WeightSyncStore:
     async def save(self, state: State) -> None:
         """Store `state`.
 
-        Raises FailedPreconditionError when another process has loaded it since, UnavailableError without Redis.
+        Raises FailedPreconditionError if another process has loaded it since, UnavailableError if Redis is unreachable.
         """
         replicas = json.dumps([[r.replica_id, r.address, r.http_url, r.token_address] for r in state.replicas])
         committed = state.committed

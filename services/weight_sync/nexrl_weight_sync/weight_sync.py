@@ -1,4 +1,4 @@
-"""Weight sync of one model tag: the coordinator with its store, its replicas, and everybody who waits."""
+"""Weight sync of one model tag: the coordinator with its store, its replicas, and the calls that wait."""
 
 import asyncio
 import logging
@@ -11,21 +11,22 @@ from nexrl.weights.manifest import Manifest
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl_weight_sync import metrics
 from nexrl_weight_sync.change import Change
-from nexrl_weight_sync.coordinator import NO_VERSION, Cause, Coordinator, Member, Outcome, Replica, Sync, Weights
+from nexrl_weight_sync.coordinator import Coordinator
+from nexrl_weight_sync.records import NO_VERSION, Cause, Member, Outcome, Replica, Sync, Weights
 from nexrl_weight_sync.replicas import ReplicaClients, TransferInterruptedError
 from nexrl_weight_sync.store import WeightSyncStore
 
 log = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 5.0
-"""Time after which the committed version is told again."""
+"""Time after which the committed version is sent to the pool again."""
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What the trainer wants to publish, and where its store listens."""
+    """A version that the trainer wants to publish, and where its TCP store listens."""
 
     request_id: str
     manifest: Manifest
@@ -33,7 +34,7 @@ class Offer:
     port: int
     open_epoch: int
     newest_version: int | None = None
-    """After a resume: the newest version that the trainer's ledger can lead to."""
+    """After a resume: the newest version that the train batches of the ledger lead to."""
 
     @property
     def weights(self) -> Weights:
@@ -43,15 +44,17 @@ class Offer:
 
 @dataclass(frozen=True)
 class View:
-    """The replicas at one moment, each with whether it is ready."""
+    """The replicas at one moment, each with whether it is ready, and the gate."""
 
     replicas: tuple[tuple[Replica, bool], ...]
     committed_version: int
+    gate: str
+    """Why rollouts must wait before they take work; empty if they may take it."""
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The replicas' part of a sync: for each member, by id, the digest of what it received, or "" when it failed."""
+    """The running ReceiveWeights calls of a sync: by member, the digest of what it received, or "" if it failed."""
 
     sync: Sync
     digests: dict[str, asyncio.Task[str]]
@@ -59,7 +62,7 @@ class _Transfer:
 
 
 class WeightSync:
-    """All methods may be called at the same time. Waits end after their `wait_seconds`, or with `stop`."""
+    """Serves concurrent calls. Waits end after their `wait_seconds`, or with `stop`."""
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class WeightSync:
         timeout_seconds: float,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`timeout_seconds`: how long a member of a sync waits for a silent peer. `clock` gives monotonic seconds."""
+        """`timeout_seconds`: how long a member of a sync waits for a silent peer. `clock` returns monotonic seconds."""
         self._coordinator = coordinator
         self._store = store
         self._saved = coordinator.state
@@ -85,29 +88,29 @@ class WeightSync:
 
     @property
     def coordinator(self) -> Coordinator:
-        """The state, for reading."""
+        """The coordinator, for reading only."""
         return self._coordinator
 
     # Replicas.
 
     async def register(self, replica: Replica) -> None:
-        """Enter a replica, or renew its lease."""
+        """Register a replica, or renew its lease."""
         if self._coordinator.register(replica, self._clock()):
             await self._settle()
 
     async def deregister(self, replica_id: str) -> None:
-        """Take a replica out."""
+        """Remove a replica."""
         if self._coordinator.remove(replica_id, "it left"):
             await self._settle()
 
     def view(self) -> View:
-        """The replicas now."""
+        """Return the view now."""
         members = self._coordinator.members
         replicas = tuple((member.replica, self._coordinator.is_ready(member)) for member in members)
-        return View(replicas, self._coordinator.committed.policy_version)
+        return View(replicas, self._coordinator.committed.policy_version, self._coordinator.gate())
 
     async def watch(self) -> AsyncIterator[View]:
-        """The replicas, and again at every change."""
+        """Yield the view, and again at each change."""
         sent: View | None = None
         while await self._change.until(lambda sent=sent: self.view() != sent):  # type: ignore[misc]
             sent = self.view()
@@ -116,9 +119,9 @@ class WeightSync:
     # The transaction.
 
     async def prepare(self, offer: Offer, wait_seconds: float) -> Sync | str:
-        """Begin a sync and tell the replicas to receive; or, when the wait is over before, what it waits on.
+        """Begin a sync and have the replicas receive. Returns the sync; if the wait ends first, what it waits on.
 
-        Raises LeaseLostError for a version older than the committed one.
+        Raises LeaseLostError for a version below the committed one.
         """
         began = self._clock()
         if offer.newest_version is not None and self._coordinator.forget_above(offer.newest_version):
@@ -129,7 +132,7 @@ class WeightSync:
         if not await self._change.until(lambda: not self._coordinator.waiting_on(offer.weights), wait_seconds):
             return self._coordinator.waiting_on(offer.weights)
         sync = self._coordinator.begin(offer.request_id, offer.weights, offer.open_epoch, self._clock())
-        await self._settle()  # the epoch is stored before anyone can use it
+        await self._settle()  # store the epoch before a member uses it
         if self._coordinator.sync is sync and self._transfer is None:
             self._transfer = self._begin_transfer(sync, offer)
             metrics.WEIGHT_BYTES.set(offer.manifest.nbytes)
@@ -137,15 +140,15 @@ class WeightSync:
         return sync
 
     async def commit(self, sync_id: str, *, transferred: bool) -> Outcome:
-        """Verify, and commit on those that hold the version; a repeated call gives the same answer.
+        """Verify the digests and commit on the members that hold the version. A repeated call returns the same outcome.
 
-        Raises NotFoundError for a sync that is neither on nor the last that was.
+        Raises NotFoundError for a sync that neither runs nor was the last one.
         """
         if sync_id not in self._commits:
             known = self._coordinator.outcome(sync_id)
             if known is not None:
                 return known
-            # A task of its own, so that a caller who gives up does not leave a sync half committed.
+            # In a task of its own: a caller that disconnects must not leave a sync half committed.
             commit = asyncio.create_task(self._commit(sync_id, transferred))
             commit.add_done_callback(lambda _: self._commits.pop(sync_id))
             self._commits[sync_id] = commit
@@ -154,24 +157,24 @@ class WeightSync:
     # The gate and validation.
 
     async def check_gate(self, wait_seconds: float) -> str:
-        """Why rollouts must still wait at the end of `wait_seconds`; empty as soon as they may go on."""
+        """Return why rollouts must still wait at the end of `wait_seconds`; returns empty as soon as they need not."""
         await self._change.until(lambda: not self._coordinator.gate(), wait_seconds)
         return self._coordinator.gate()
 
     async def wait_for_validation(self, wait_seconds: float) -> int:
-        """The version that is held for validation; -1 when none was within `wait_seconds`."""
+        """Return the version that is held for validation; -1 if none is within `wait_seconds`."""
         await self._change.until(lambda: self._coordinator.held_version != NO_VERSION, wait_seconds)
         return self._coordinator.held_version
 
     async def end_hold(self, policy_version: int) -> None:
-        """Let syncs go on after the validation of `policy_version`."""
+        """End the validation hold of `policy_version`, so that the next sync can begin."""
         if self._coordinator.end_hold(policy_version):
             await self._settle()
 
     # Background work, and its end.
 
     async def expire(self) -> None:
-        """End leases, syncs and holds at their deadlines, for as long as the task lives."""
+        """End leases, syncs and holds at their deadlines, until the task is cancelled."""
         while not self._change.is_closed:
             deadline = self._coordinator.next_deadline()
             await self._change.once(None if deadline is None else max(0.0, deadline - self._clock()))
@@ -182,16 +185,16 @@ class WeightSync:
                 await self._settle()
 
     async def announce(self, tell: Callable[[int], Awaitable[None]]) -> None:
-        """`tell` each committed version at once, and the newest every few seconds, for as long as the task lives."""
+        """Call `tell` with each committed version at once, and with the newest again every REPEAT_SECONDS."""
         while not self._change.is_closed:
             told = self._coordinator.committed.policy_version
             if told != NO_VERSION:
                 await tell(told)
-            # Again: a Redis that lost its last writes, as one that failed over may, has forgotten what it was told.
+            # Again, because a Redis that failed over may have lost the version.
             await self._change.until(lambda: self._coordinator.committed.policy_version != told, REPEAT_SECONDS)  # noqa: B023
 
     async def stop(self) -> None:
-        """End all waits, and the replicas' part of a sync that is on."""
+        """End all waits and the calls of a running sync."""
         self._change.close()
         self._drop_transfer()
         await self._clients.close()
@@ -217,7 +220,7 @@ class WeightSync:
     async def _commit(self, sync_id: str, transferred: bool) -> Outcome:
         transfer = self._transfer
         if transfer is None or transfer.sync.sync_id != sync_id:
-            raise NotFoundError(f"sync {sync_id!r} is not on; begin another")
+            raise NotFoundError(f"sync {sync_id!r} is not running; begin another")
         began = self._clock()
         metrics.PHASE_SECONDS.labels("transfer").observe(began - transfer.began)
         try:
@@ -247,7 +250,7 @@ class WeightSync:
         served = await asyncio.gather(*(self._serve(transfer.sync, member) for member in holders))
         served_ids = [member.replica_id for member, is_served in zip(holders, served, strict=True) if is_served]
         if served_ids:
-            # Stored before it is said: nobody may hear of a version that a restart would forget.
+            # Store first: no client may learn of a version that a restart would lose.
             await self._save(committed=transfer.sync.weights)
         outcome = self._coordinator.commit(sync_id, served_ids, self._clock())
         metrics.PHASE_SECONDS.labels("commit").observe(self._clock() - verified)
@@ -262,12 +265,12 @@ class WeightSync:
         return True
 
     async def _evict(self, member: Member, reason: str) -> None:
-        log.warning("replica %s is put out: %s", member.replica_id, reason)
+        log.warning("replica %s is evicted: %s", member.replica_id, reason)
         if self._coordinator.evict(member, reason):
             await self._settle()
 
     async def _settle(self) -> None:
-        """Make what was decided so: end the calls of a sync that is over, store the state, wake who waits."""
+        """Apply the coordinator's decisions: end the calls of a finished sync, store the state, wake waits."""
         sync = self._coordinator.sync
         if self._transfer is not None and (sync is None or sync.sync_id != self._transfer.sync.sync_id):
             self._drop_transfer()

@@ -1,4 +1,4 @@
-"""Requests to an API server: get, list, watch, server-side apply, delete. Objects are plain mappings."""
+"""A client for the Kubernetes API: get, list, watch, server-side apply, delete. Objects are plain mappings."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FIELD_MANAGER = "nexrl-operator"
 
 
 class ApiError(NexrlError):
-    """The API server refused a request. `code` is that of HTTP, `reason` as 'Conflict' or 'Invalid'."""
+    """The API server refused a request. `code` is the HTTP status; `reason` is for example 'Conflict' or 'Invalid'."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -33,14 +33,14 @@ class ApiError(NexrlError):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of object, and where the API serves it."""
+    """One kind of object, and its path in the API."""
 
     api_version: str
     kind: str
     plural: str
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """The URL path of the objects of a namespace ("": of all), of one of them, or of a part of it."""
+        """Return the URL path of a namespace's objects ("": all namespaces), of one object, or of a subresource."""
         prefix = "/apis/" if "/" in self.api_version else "/api/"
         parts = ["namespaces", namespace] if namespace else []
         parts += [self.plural, *filter(None, [name, subresource])]
@@ -72,8 +72,7 @@ KINDS = {
 
 
 class Api:
-    """A connection to one API server. Raises ApiError for what the server refuses, UnavailableError-like aiohttp errors
-    for one that is away."""
+    """A connection to one API server. Raises ApiError if the server refuses, aiohttp errors if it cannot be reached."""
 
     def __init__(self, client: ApiClient, namespace: str) -> None:
         self._client = client
@@ -81,7 +80,7 @@ class Api:
         """The namespace of the kubeconfig's context, or of this pod."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """The object, or None when there is none."""
+        """Return the object, or None if it does not exist."""
         try:
             return await self.request("GET", kind.path(namespace, name))
         except ApiError as error:
@@ -90,15 +89,15 @@ class Api:
             raise
 
     async def list(self, kind: Kind, namespace: str = "", **query: Any) -> Object:
-        """One page of a list."""
+        """Return one page of a list."""
         return await self.request("GET", kind.path(namespace), query=query)
 
     async def apply(
         self, item: Mapping[str, Any], *, subresource: str = "", manager: str = FIELD_MANAGER, dry_run: bool = False
     ) -> Object:
-        """Server-side apply: the object has these fields from now on; what others manage stays.
+        """Apply the fields of `item` (server-side apply). Fields of other managers stay.
 
-        `dry_run`: only judge it.
+        With `dry_run`, the server validates the object and changes nothing.
         """
         kind, metadata = KINDS[item["kind"]], item["metadata"]
         path = kind.path(metadata.get("namespace", self.namespace), metadata["name"], subresource)
@@ -106,24 +105,24 @@ class Api:
         return await self.request("PATCH", path, query=query, body=item, content_type="application/apply-patch+yaml")
 
     async def create(self, item: Mapping[str, Any]) -> Object:
-        """Make an object that must not be there yet."""
+        """Create an object that does not exist yet."""
         kind, namespace = KINDS[item["kind"]], item["metadata"].get("namespace", self.namespace)
         return await self.request("POST", kind.path(namespace), body=item)
 
     async def replace(self, item: Mapping[str, Any]) -> Object:
-        """Replace an object; with a resourceVersion in it, only if it is still that one."""
+        """Replace an object. If it has a resourceVersion, only while that is the current one."""
         kind, metadata = KINDS[item["kind"]], item["metadata"]
         return await self.request("PUT", kind.path(metadata["namespace"], metadata["name"]), body=item)
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Object:
-        """Change the fields in `patch`; None removes one."""
+        """Change the fields in `patch`. None removes a field."""
         path = kind.path(namespace, name)
         return await self.request("PATCH", path, body=patch, content_type="application/merge-patch+json")
 
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str = "") -> bool:
-        """Delete an object and, in the background, what it owns; False when there was none.
+        """Delete an object and, in the background, the objects it owns. Return False if it did not exist.
 
-        `uid`: only if it is that one, not another of its name.
+        With `uid`, delete only the object with this uid, not a newer one of the same name.
         """
         try:
             body: Object = {"propagationPolicy": "Background"}
@@ -145,14 +144,14 @@ class Api:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Object:
-        """One request, within REQUEST_SECONDS; gives the answer's JSON. Raises ApiError."""
+        """Send a request and return the JSON of its response. Raises ApiError, or TimeoutError (REQUEST_SECONDS)."""
         async with self._sent(method, path, query, body, content_type) as response:
             text = await response.text()
         found: Object = json.loads(text)
         return found
 
     async def text(self, path: str, query: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """The lines of an answer that is no JSON, as they come: the log of a container."""
+        """Yield the lines of a text response as they arrive, for example the log of a container."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         async with self._sent("GET", path, query, None, "application/json", limits) as response:
             async for line in response.content:
@@ -161,8 +160,10 @@ class Api:
     async def watch(
         self, kind: Kind, namespace: str, *, silence_seconds: float, **query: Any
     ) -> AsyncIterator[tuple[str, Object]]:
-        """(type, object) for each change, until the server ends the watch. Raises TimeoutError when nothing comes for
-        `silence_seconds`: a connection that was cut says nothing, too."""
+        """Yield (type, object) for each change until the server ends the watch.
+
+        Raises TimeoutError after `silence_seconds` without a message, because a broken connection is silent, too.
+        """
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence_seconds)
         query = {"watch": "true", "allowWatchBookmarks": "true", **query}
         path = kind.path(namespace)
@@ -197,14 +198,14 @@ class Api:
             try:
                 yield response
             finally:
-                # A watch that is left is broken off: the goodbyes of TLS take 30 s where nobody answers any more.
+                # Abort the connection of a watch: closing TLS waits 30 s for a peer that no longer answers.
                 if response.connection and response.connection.transport:
                     response.connection.transport.abort()
 
 
 @asynccontextmanager
 async def connect_cluster() -> AsyncIterator[Api]:
-    """The cluster of KUBECONFIG (or ~/.kube/config), or the one that this pod is in. Raises FailedPreconditionError."""
+    """Connect to the cluster of KUBECONFIG (or ~/.kube/config), or of this pod. Raises FailedPreconditionError."""
     configuration = Configuration()
     try:
         namespace = await _configure(configuration)

@@ -1,4 +1,4 @@
-"""The commands of `nexrl` for experiments on a cluster. Each does what one `kubectl` command does, and waits for it."""
+"""The commands of `nexrl` for experiments on a cluster."""
 
 import asyncio
 import sys
@@ -29,62 +29,62 @@ AUDIT_ANNOTATION = "nexrl.dev/audit"
 WATCH_SECONDS = 300
 RETRY_SECONDS = 1.0
 SILENCE_SECONDS = 75.0
-"""A server sends bookmarks each minute."""
+"""Longest silence of a watch before it is reopened. The API server sends a bookmark every minute."""
 AUDIT_SECONDS = 120.0
 SUSPEND_SECONDS = 3600.0
-"""A checkpoint is written, or nodes and models are waited for."""
+"""Longest time to write a checkpoint and stop, or to get nodes and load models."""
 _ERRORS: Mapping[int, type[NexrlError]] = {400: InvalidArgumentError, 422: InvalidArgumentError, 404: NotFoundError}
 
 
 @dataclass(frozen=True)
 class Target:
-    """An experiment of the cluster; namespace "" is that of the kubeconfig's context."""
+    """An experiment on the cluster. Namespace "" is that of the kubeconfig's context."""
 
     name: str
     namespace: str = ""
 
 
 def bundled(path: Path, overrides: Sequence[str]) -> Object:
-    """The experiment at `path` with the modules beside it in it. Raises SpecError."""
+    """Return the experiment at `path` with the Python modules beside it in spec.code. Raises SpecError."""
     document = bundle(path, overrides)
-    parse_experiment(document, path.resolve().parent)  # every problem at once, where the server would stop at some
+    parse_experiment(document, path.resolve().parent)  # reports all problems; the server reports only some
     return document
 
 
 async def submit(document: Object, namespace: str) -> None:
-    """Apply an experiment."""
+    """Apply an experiment to the cluster."""
     async with _cluster(namespace) as (api, known):
         document["metadata"]["namespace"] = namespace or document["metadata"].get("namespace", known)
         applied = await api.apply(document, manager=MANAGER)
     metadata = applied["metadata"]
     name, namespace = metadata["name"], metadata["namespace"]
-    _say(f"experiment {name} in {namespace}: submitted; nexrl status {name} --namespace {namespace}")
+    _print(f"experiment {name} in {namespace}: submitted; nexrl status {name} --namespace {namespace}")
 
 
 async def print_status(target: Target) -> None:
-    """Phase, progress, conditions and pods."""
+    """Print phase, progress, conditions and pods."""
     async with _cluster(target.namespace) as (api, namespace):
         found = await _get(api, namespace, target.name)
         pods = (await api.list(POD, namespace, labelSelector=f"nexrl.dev/experiment={target.name}"))["items"]
     status = found.get("status", {})
     progress = status.get("progress", {})
-    _say(f"{target.name}: {status.get('phase', 'not seen by an operator yet')}")
+    _print(f"{target.name}: {status.get('phase', 'no operator has seen it yet')}")
     if progress:
         values = ", ".join(f"{name} {progress[name]}" for name in ("reward", "staleness") if name in progress)
         version = progress["policyVersion"]
-        _say(f"step {progress['step']}/{progress['totalSteps']}, policy version {version}{values and ', '}{values}")
+        _print(f"step {progress['step']}/{progress['totalSteps']}, policy version {version}{values and ', '}{values}")
     for condition in status.get("conditions", []):
-        _say(f"{condition['type']:18} {condition['status']:7} {condition['reason']}: {condition['message']}")
+        _print(f"{condition['type']:18} {condition['status']:7} {condition['reason']}: {condition['message']}")
     for pod in pods:
         containers = pod.get("status", {}).get("containerStatuses", [{}])
-        _say(
+        _print(
             f"{pod['metadata']['name']:40} {pod['status']['phase']:10} restarts {containers[0].get('restartCount', 0)}"
         )
-    _say_audit(status.get("audit"))
+    _print_audit(status.get("audit"))
 
 
 async def print_logs(target: Target, component: str, *, follows: bool) -> None:
-    """The logs of the pods of a component, each line with its pod when there are several."""
+    """Print the logs of a component's pods. With several pods, each line begins with the name of its pod."""
     async with _cluster(target.namespace) as (api, namespace):
         labels = f"nexrl.dev/experiment={target.name},app.kubernetes.io/component={component}"
         pods = [pod["metadata"]["name"] for pod in (await api.list(POD, namespace, labelSelector=labels))["items"]]
@@ -96,28 +96,32 @@ async def print_logs(target: Target, component: str, *, follows: bool) -> None:
             try:
                 async for line in api.text(POD.path(namespace, pod, "log"), query):
                     sys.stdout.write((f"{pod} " if len(pods) > 1 else "") + line.decode(errors="replace"))
-            except ApiError as error:  # of one that is being created or is gone; the others have theirs
-                _say(f"{pod}: no log: {error.message}")
+            except ApiError as error:  # the pod is being created or was deleted; print the others
+                _print(f"{pod}: no log: {error.message}")
 
         await asyncio.gather(*map(copy, pods))
 
 
 async def suspend(target: Target, *, is_suspended: bool) -> None:
-    """Set spec.suspend, and wait until no pod is left, or until it trains; tells how it gets on. Raises
-    FailedPreconditionError when it is over, DeadlineExceededError."""
+    """Set spec.suspend, print the progress, and wait until all pods are gone or until training continues.
+
+    Raises FailedPreconditionError if the experiment has ended, and DeadlineExceededError after SUSPEND_SECONDS.
+    """
     async with _cluster(target.namespace) as (api, namespace):
         await api.merge(EXPERIMENT, namespace, target.name, {"spec": {"suspend": is_suspended}})
         wanted = "Suspended" if is_suspended else "Running"
         ends = wanted, "Succeeded", "Failed"
-        why = f"not {wanted} within {SUSPEND_SECONDS:g} s; it goes on by itself"
-        async with _limit(SUSPEND_SECONDS, f"{target.name}: {why}"):
-            status = await _until(api, namespace, target.name, lambda status: status.get("phase") in ends, _say)
+        why = f"not {wanted} within {SUSPEND_SECONDS:g} s; the operator continues"
+        async with _time_limit(SUSPEND_SECONDS, f"{target.name}: {why}"):
+            status = await _wait_for_status(
+                api, namespace, target.name, lambda status: status.get("phase") in ends, _print
+            )
     if status["phase"] != wanted:
-        told = [
+        reasons = [
             f"{each['reason']}: {each['message']}" for each in status.get("conditions", []) if each["type"] == "Failed"
         ]
-        raise FailedPreconditionError(f"{target.name}: it is over ({', '.join([status['phase'], *told])})")
-    _say(f"{target.name}: {'suspended; nexrl resume goes on' if is_suspended else 'running again'}")
+        raise FailedPreconditionError(f"{target.name}: it has ended ({', '.join([status['phase'], *reasons])})")
+    _print(f"{target.name}: {'suspended; continue with nexrl resume' if is_suspended else 'running again'}")
 
 
 async def delete(target: Target) -> None:
@@ -125,21 +129,23 @@ async def delete(target: Target) -> None:
     async with _cluster(target.namespace) as (api, namespace):
         found = await _get(api, namespace, target.name)
         await api.delete(EXPERIMENT, namespace, target.name, found["metadata"]["uid"])
-    _say(f"{target.name}: deleted, with its volume")
+    _print(f"{target.name}: deleted, with its volume")
 
 
 async def print_audit(target: Target) -> None:
-    """Have the ledger counted, or tell how it was when training ended. Raises CheckFailedError when it is out of
-    balance."""
+    """Print an audit of the ledger: a new one, or the last one if training has ended.
+
+    Raises CheckFailedError if the ledger does not balance, and FailedPreconditionError if there is no audit.
+    """
     async with _cluster(target.namespace) as (api, namespace):
         found = await _get(api, namespace, target.name)
         audit = found.get("status", {}).get("audit")
         if found.get("status", {}).get("phase") in ("Running", "Starting", "Restarting"):
             audit = await _ask_audit(api, namespace, target.name)
     if not audit or "problem" in audit:
-        why = audit["problem"] if audit else "its pool is not up, and it has not ended"
-        raise FailedPreconditionError(f"{target.name}: the ledger was not counted: {why}")
-    _say_audit(audit)
+        why = audit["problem"] if audit else "its trajectory pool is not running, and it has not ended"
+        raise FailedPreconditionError(f"{target.name}: the ledger was not audited: {why}")
+    _print_audit(audit)
     if audit["findings"]:
         raise CheckFailedError(f"the ledger does not balance: {audit['findings']} findings")
 
@@ -147,8 +153,8 @@ async def print_audit(target: Target) -> None:
 async def _ask_audit(api: Api, namespace: str, name: str) -> Mapping[str, Any]:
     request = uuid.uuid4().hex
     await api.merge(EXPERIMENT, namespace, name, {"metadata": {"annotations": {AUDIT_ANNOTATION: request}}})
-    async with _limit(AUDIT_SECONDS, f"{name}: no operator had the ledger counted within {AUDIT_SECONDS:g} s"):
-        status = await _until(
+    async with _time_limit(AUDIT_SECONDS, f"{name}: no operator audited the ledger within {AUDIT_SECONDS:g} s"):
+        status = await _wait_for_status(
             api, namespace, name, lambda status: status.get("audit", {}).get("request") in (request, "final")
         )
     found: Mapping[str, Any] = status["audit"]
@@ -156,7 +162,7 @@ async def _ask_audit(api: Api, namespace: str, name: str) -> Mapping[str, Any]:
 
 
 @asynccontextmanager
-async def _limit(seconds: float, why: str) -> AsyncIterator[None]:
+async def _time_limit(seconds: float, why: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -164,36 +170,36 @@ async def _limit(seconds: float, why: str) -> AsyncIterator[None]:
         raise DeadlineExceededError(why) from None
 
 
-async def _until(
+async def _wait_for_status(
     api: Api,
     namespace: str,
     name: str,
     fact: Callable[[Mapping[str, Any]], bool],
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Mapping[str, Any]:
-    """Follow the experiment until `fact` holds of its status; gives that. `tell` hears what it waits for."""
-    told = ""
-    async for event, item in _changes(api, namespace, name):
+    """Wait until `fact` holds for the status of the experiment, and return it. Passes progress messages to `report`."""
+    last_message = ""
+    async for event, item in _watch_experiment(api, namespace, name):
         if event == "DELETED":
             raise NotFoundError(f"{name}: it was deleted")
         if _is_current(item) and fact(item["status"]):
             return dict(item["status"])
-        words = _in_words(item)
-        if event != "BOOKMARK" and words != told:
-            tell(f"{name}: {words}")
-            told = words
+        message = _progress_message(item)
+        if event != "BOOKMARK" and message != last_message:
+            report(f"{name}: {message}")
+            last_message = message
     raise AssertionError("a watch has no end")
 
 
-def _in_words(item: Object) -> str:
+def _progress_message(item: Object) -> str:
     if not _is_current(item):
         return "no operator has seen the change yet"
     ready = [each["message"] for each in item["status"].get("conditions", []) if each["type"] == "Ready"]
     return ": ".join([item["status"]["phase"], *filter(None, ready)])
 
 
-async def _changes(api: Api, namespace: str, name: str) -> AsyncIterator[tuple[str, Object]]:
-    """The experiment as it is, and each change of it, without end."""
+async def _watch_experiment(api: Api, namespace: str, name: str) -> AsyncIterator[tuple[str, Object]]:
+    """Yield the experiment, and then each change of it, for ever."""
     query = {"fieldSelector": f"metadata.name={name}", "timeoutSeconds": WATCH_SECONDS}
     while True:
         try:
@@ -204,7 +210,7 @@ async def _changes(api: Api, namespace: str, name: str) -> AsyncIterator[tuple[s
 
 
 def _is_current(item: Object) -> bool:
-    """Whether its status is about its spec as it is now; a bookmark has none."""
+    """Return whether the status belongs to the current spec. A bookmark has no status."""
     generation = item["metadata"].get("generation", 0)
     return "status" in item and bool(item["status"].get("observedGeneration", 0) >= generation)
 
@@ -216,26 +222,26 @@ async def _get(api: Api, namespace: str, name: str) -> Object:
     return found
 
 
-def _say_audit(audit: Mapping[str, Any] | None) -> None:
+def _print_audit(audit: Mapping[str, Any] | None) -> None:
     if audit and "findings" in audit:
-        _say(
+        _print(
             f"granted {audit['granted']} = trained {audit['trained']} + dropped {audit['dropped']} + in flight "
             f"{audit['inFlight']}; "
             + (
-                "every sample is accounted for, once"
+                "every sample is accounted for exactly once"
                 if not audit["findings"]
                 else f"{audit['findings']} records break the balance"
             )
         )
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
 
 
 @asynccontextmanager
 async def _cluster(namespace: str) -> AsyncIterator[tuple[Api, str]]:
-    """A connection and the namespace; what the server refuses becomes an error with an exit code of its own."""
+    """Open a connection, and return it with the namespace. Errors of the server become typed errors."""
     try:
         async with connect_cluster() as api:
             yield api, namespace or api.namespace

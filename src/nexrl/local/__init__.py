@@ -1,1 +1,1 @@
-"""One machine: the processes of an experiment as children of `nexrl run`."""
+"""Runs an experiment on one machine, with its services as child processes of `nexrl run`; reads runs afterwards."""

@@ -1,10 +1,10 @@
-"""Make an append-only file whole, then run a server on it: `python append_only_file.py FOLDER COMMAND…`.
+"""Repairs an append-only file, then runs a Redis server on it: `python append_only_file.py FOLDER COMMAND…`.
 
-A server that is killed, or whose machine is, may leave a file that ends within the transaction that holds the effects
-of a script. Redis 6.2 and 7 then drop the command that is cut off and keep those before it, without their EXEC and
-right before whatever is written next. The start after the next one would run that half of a script. Valkey 9.1 mends
-it (https://github.com/valkey-io/valkey/pull/4342); here, the beginning of such a transaction is dropped. Needs nothing
-but the standard library, so that it starts fast.
+Redis writes the effects of a script as one transaction. A server that is killed may leave a file that ends within such
+a transaction. Redis 6.2 and 7 then drop only the truncated command. They keep the commands before it, without their
+EXEC, and append new commands to them. The second start after that would run half a script. Valkey 9.1 fixes this
+(https://github.com/valkey-io/valkey/pull/4342). This module removes the incomplete transaction before the server
+starts. It imports only the standard library, so that it starts fast.
 """
 
 import mmap
@@ -15,15 +15,15 @@ from pathlib import Path
 MULTI = b"*1\r\n$5\r\nMULTI\r\n"
 EXEC = b"*1\r\n$4\r\nEXEC\r\n"
 LONGEST_NUMBER = 16
-"""Bytes of a line with a number."""
+"""Maximum length of a line that contains a count, in bytes."""
 
 
 class TornError(Exception):
-    """The file ends within a command."""
+    """The file ends inside a command."""
 
 
 def make_whole(folder: Path) -> None:
-    """Drop a transaction without an end from the files of a server that does not run."""
+    """Remove an incomplete transaction from the end of each file in `folder`. The server must not be running."""
     for file in (*folder.glob("appendonly.aof"), *folder.glob("appendonlydir/*.incr.aof")):
         if file.stat().st_size == 0:
             continue
@@ -34,14 +34,14 @@ def make_whole(folder: Path) -> None:
 
 
 def find_open_transaction(content: mmap.mmap | bytes) -> int | None:
-    """Where the transaction begins that has no end; None when there is none."""
+    """Return the position of the MULTI of an incomplete transaction; None if there is none."""
     last = content.rfind(EXEC)
     while last >= 0:
         try:
             return _open_transaction(content, last + len(EXEC))
-        except ValueError:  # these bytes are part of a value: what follows is no command
+        except ValueError:  # these bytes are part of a value, because no command follows them
             last = content.rfind(EXEC, 0, last)
-    first = content.find(MULTI)  # a snapshot in Redis's own format may come before it
+    first = content.find(MULTI)  # the file may begin with a snapshot in another format
     try:
         return _open_transaction(content, first) if first >= 0 else None
     except ValueError:
@@ -49,6 +49,7 @@ def find_open_transaction(content: mmap.mmap | bytes) -> int | None:
 
 
 def _open_transaction(content: mmap.mmap | bytes, at: int) -> int | None:
+    """Read the commands from `at` on. Return the position of a MULTI without EXEC; None if there is none."""
     begin = None
     try:
         while at < len(content):
@@ -64,7 +65,7 @@ def _open_transaction(content: mmap.mmap | bytes, at: int) -> int | None:
 
 
 def _end_of_command(content: mmap.mmap | bytes, at: int) -> int:
-    """Where the command at `at` ends. Raises TornError when the file does first, ValueError when none begins there."""
+    """Return where the command at `at` ends. Raises TornError if the file ends first, ValueError for other bytes."""
     number, at = _number(content, at, b"*")
     for _ in range(number):
         size, at = _number(content, at, b"$")
@@ -75,12 +76,12 @@ def _end_of_command(content: mmap.mmap | bytes, at: int) -> int:
 
 
 def _number(content: mmap.mmap | bytes, at: int, sign: bytes) -> tuple[int, int]:
-    """The number of a line such as `*3`, and where the next line begins."""
+    """Return the number of a line such as `*3`, and where the next line begins."""
     end = content.find(b"\r\n", at, at + LONGEST_NUMBER)
     if end < 0 and at + LONGEST_NUMBER > len(content):
         raise TornError
     if end < 0 or content[at : at + 1] != sign:
-        raise ValueError(f"no {sign!r} at {at}")
+        raise ValueError(f"byte {at}: must be {sign!r}")
     return int(content[at + 1 : end]), end + 2
 
 

@@ -1,4 +1,4 @@
-"""One child process of the launcher, with its own log."""
+"""A child process of the launcher, with its own log file."""
 
 import asyncio
 import contextlib
@@ -9,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nexrl import bound
+from nexrl import parent_death
+from nexrl.json_logging import last_words
 
-TAIL_BYTES = 4096
+TAIL_BYTES = 65_536
+"""More than a JSON line with a traceback."""
 TAIL_LINES = 5
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to start: `name` as 'rollout-0', the command line, and what it finds in its environment besides ours."""
+    """A command to start: `name` such as 'rollout-0', the command line, and variables added to the environment."""
 
     name: str
     arguments: Sequence[str]
@@ -25,7 +27,7 @@ class Command:
 
 
 class Child:
-    """Starts a command again and again under one name. It ends with the launcher, also when that is killed."""
+    """One process after the other with the same command and name. It ends with the launcher, even if that is killed."""
 
     def __init__(self, command: Command, logs: Path) -> None:
         self.command = command
@@ -45,15 +47,15 @@ class Child:
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def run(self) -> int:
-        """Start it and wait for its end; gives the exit code, negative for a signal."""
+        """Start the process and wait for its end; returns the exit code, negative for a signal."""
         async with self._spawning:
             self._process = await self._spawn()
         self.starts += 1
         return await self._process.wait()
 
     async def stop(self, grace_seconds: float) -> None:
-        """SIGTERM, and SIGKILL when it has not ended within `grace_seconds`."""
-        async with self._spawning:  # one that is just being started is to end, too
+        """Send SIGTERM, then SIGKILL if the process is still running after `grace_seconds`."""
+        async with self._spawning:  # a process that is being started must end, too
             process = self._process
         if process is None or process.returncode is not None:
             return
@@ -67,21 +69,21 @@ class Child:
                 process.kill()
             await process.wait()
 
-    def log_tail(self) -> str:
-        """The last lines of its log."""
+    def last_words(self) -> str:
+        """Return why it ended, from the end of its log."""
         if not self.log.exists():
             return ""
         content = self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-        return "\n".join(content.strip().splitlines()[-TAIL_LINES:])
+        return last_words(content.strip().splitlines()[-TAIL_LINES:])
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         with self.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
+                *(sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())),
                 *self.command.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.command.environment},
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the children in order
+                start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the children in order
             )

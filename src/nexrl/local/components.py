@@ -1,17 +1,19 @@
-"""What an experiment needs on one machine: which processes, with which settings."""
+"""The components of an experiment as processes of one machine: addresses and command lines."""
 
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from nexrl.components import BY_NAME, COMPONENTS, Wiring
 from nexrl.errors import FailedPreconditionError
 from nexrl.local.child import Command
 from nexrl.local.redis_server import redis_command
-from nexrl.local.run_folder import EXPERIMENT_FILE, RunFolder
+from nexrl.local.run_folder import RunFolder
+from nexrl.run_layout import REDIS_FOLDER
 from nexrl.spec import Experiment
 
 LOOPBACK = "127.0.0.1"
@@ -19,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the components of a run find each other."""
+    """Addresses of the components of a run."""
 
     redis_url: str
     controller: str
@@ -32,7 +34,7 @@ class Addresses:
         return "ipv4:" + ",".join(self.trajectory_pools)
 
     def endpoints(self) -> Mapping[str, str]:
-        """What commands look for in a run that is on."""
+        """Return the addresses that commands such as `nexrl status` look up while the run is running."""
         return {
             "controller": self.controller,
             "trajectory_pool": self.trajectory_pool,
@@ -41,7 +43,7 @@ class Addresses:
 
 
 def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addresses, Path | None]:
-    """Free ports for what others must find, and the socket of a private Redis unless a URL is given."""
+    """Choose free ports for components that others call, and a socket for a private Redis unless a URL is given."""
     pools = experiment.spec.trajectory_pool.replicas
     ports = free_ports(pools + 2)
     given = experiment.spec.redis.url
@@ -55,9 +57,9 @@ def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addr
 
 
 def require_free(port: int) -> None:
-    """Raise FailedPreconditionError when somebody listens on `port` (0: any free one will do)."""
+    """Raise FailedPreconditionError if another process listens on `port`; 0 always passes."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no listeners
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore closed connections in TIME_WAIT
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
@@ -67,7 +69,7 @@ def require_free(port: int) -> None:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on at this moment."""
+    """Ports on which no process listens at this moment."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
@@ -78,48 +80,40 @@ def free_ports(number: int) -> list[int]:
 def commands(
     experiment: Experiment, folder: RunFolder, addresses: Addresses, redis_socket: Path | None
 ) -> list[Command]:
-    """Every process of the run, in the order in which they start."""
+    """Return the command of every process of the run, in the order in which they start."""
     return list(_commands(experiment, folder, addresses, redis_socket))
 
 
 def _commands(
     experiment: Experiment, folder: RunFolder, addresses: Addresses, redis_socket: Path | None
 ) -> Iterator[Command]:
-    spec = experiment.spec
     if redis_socket is not None:
-        yield Command("redis", redis_command(folder.path / "redis", redis_socket), {})
-    listens: dict[str, Sequence[str]] = {
+        yield Command("redis", redis_command(folder.path / REDIS_FOLDER, redis_socket), {})
+    wiring = Wiring(
+        experiment_file=folder.experiment_file,
+        run_folder=folder.path,
+        controller=addresses.controller,
+        trajectory_pool=addresses.trajectory_pool,
+        weight_sync=addresses.weight_sync,
+        redis_url=addresses.redis_url,
+        redis_is_private=redis_socket is not None,
+    )
+    fixed = {
         "controller": [addresses.controller],
-        "trajectory-pool": addresses.trajectory_pools,
+        "trajectory-pool": list(addresses.trajectory_pools),
         "weight-sync": [addresses.weight_sync],
-        "trainer": [f"{LOOPBACK}:0"],
-        "inference": [f"{LOOPBACK}:0"] * spec.inference.replicas,
-        "rollout": [f"{LOOPBACK}:0"] * spec.rollout.replicas,
     }
-    threads = {"trainer": spec.trainer.threads, "inference": spec.inference.threads}
-    for role, addresses_of_role in listens.items():
-        for number, listen in enumerate(addresses_of_role):
-            name = role if len(addresses_of_role) == 1 and role not in ("inference", "rollout") else f"{role}-{number}"
-            settings = {
-                "LISTEN": listen,
-                "REDIS_URL": addresses.redis_url,
-                "REDIS_IS_PRIVATE": str(redis_socket is not None),
-                "CONTROLLER": addresses.controller if role != "controller" else "",
-                "TRAJECTORY_POOL": addresses.trajectory_pool,
-                "WEIGHT_SYNC": addresses.weight_sync,
-            }
-            yield service_command(role, name, folder.path, settings, threads.get(role, 1))
+    for component in COMPONENTS:
+        listens = fixed.get(component.name, [f"{LOOPBACK}:0"] * component.replicas(experiment.spec))
+        is_numbered = component.is_numbered or len(listens) > 1
+        for number, listen in enumerate(listens):
+            name = f"{component.name}-{number}" if is_numbered else component.name
+            yield service_command(component.name, name, experiment, wiring, {"NEXRL_LISTEN": listen})
 
 
-def service_command(role: str, name: str, run: Path, settings: Mapping[str, str], threads: int = 1) -> Command:
-    """One service of the run in folder `run`; `settings` are those of nexrl.settings that a run decides."""
-    environment = {
-        "NEXRL_EXPERIMENT_FILE": str(run / EXPERIMENT_FILE),
-        "NEXRL_RUN_DIR": str(run),
-        "NEXRL_INSTANCE": name,
-        **{f"NEXRL_{key}": value for key, value in settings.items()},
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return Command(name, [sys.executable, "-m", "nexrl.cli", "serve", role], environment)
+def service_command(
+    role: str, instance: str, experiment: Experiment, wiring: Wiring, variables: Mapping[str, str]
+) -> Command:
+    """Return the command of one service; `variables` are those that only this process has."""
+    environment = {**wiring.environment(BY_NAME[role], experiment.spec), "NEXRL_INSTANCE": instance, **variables}
+    return Command(instance, [sys.executable, "-m", "nexrl.cli", "serve", role], environment)

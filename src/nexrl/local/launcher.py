@@ -1,7 +1,7 @@
-"""`nexrl run`: plays the kubelet of one machine. Starts what the experiment needs, restarts what dies, stops all.
+"""`nexrl run`: starts the processes of an experiment on one machine, restarts those that die, and stops them.
 
-What the experiment is about (phases, errors, when it has succeeded) is the controller's business; the launcher
-follows it. It keeps no state that matters: killed at any moment, its children end with it, and the run can be resumed.
+The controller decides about phases, errors and restarts. The launcher carries out its decisions, as the kubelet does
+on a cluster. It keeps no state that matters: if it is killed, its children end with it, and the run can be resumed.
 """
 
 import asyncio
@@ -19,14 +19,16 @@ from typing import Any
 
 import grpc
 
+from nexrl.components import stop_waves
 from nexrl.errors import AlreadyExistsError, NexrlError, TrainingFailedError, UnavailableError
 from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.ownership import owned
 from nexrl.local.report import Ending, write_report
-from nexrl.local.run_folder import ENDPOINTS_FILE, RunFolder, checkpoints_of, endpoint
+from nexrl.local.run_folder import RunFolder, checkpoints_of, endpoint
 from nexrl.local.view import RunView, phase_name
 from nexrl.rpc.client import call, connect, new_request_id, watch
+from nexrl.run_layout import CHECKPOINT_PREFIX, ENDPOINTS_FILE
 from nexrl.spec import Experiment, load_experiment
 from nexrl.store import connect_redis, key_prefix
 from nexrl.v1 import activity_service_pb2 as activity_pb
@@ -39,15 +41,16 @@ from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 60.0
-"""Longest time that a process has to end; above the services' own bounds (settings.stop_seconds, drain_seconds)."""
+"""Grace period of a process; longer than the services' own limits (settings.stop_seconds, drain_seconds)."""
 CALL_SECONDS = 30.0
 FIRST_CONTACT_SECONDS = 60.0
 POOL_SECONDS = 1.0
 REDIS_SECONDS = 20.0
 CORE = ("controller", "redis")
-"""What the controller cannot judge, since it is one of them and needs the other; stopped last, in this order."""
-COMPONENTS = ("rollout", "trainer", "inference", "weight-sync", "trajectory-pool")
-"""In the order in which they stop: each before what it needs to end well."""
+"""The launcher itself decides about their restarts: the controller cannot judge itself, nor the Redis that it needs."""
+COMPONENT_WAVES = tuple(tuple(wave) for wave in stop_waves() if wave != ["controller"])
+CORE_WAVES = tuple((name,) for name in CORE)
+"""Stopped after the components, in this order."""
 CONFIGURATION_EXITS = (2, 4)
 INTERRUPTED_EXIT = 130
 
@@ -56,7 +59,7 @@ TERMINAL = {pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_SUSPENDED}
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command line adds to an experiment."""
+    """Options of the command line that are not part of the experiment."""
 
     root: Path = Path("runs")
     port: int = 0
@@ -64,16 +67,16 @@ class RunOptions:
 
 
 def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) -> int:
-    """Run the experiment at `path` to its end and print its report; gives the exit code.
+    """Run the experiment at `path` to its end and print its report; returns the exit code.
 
-    Raises SpecError and other NexrlErrors for what keeps it from starting, TrainingFailedError when it failed.
+    Raises SpecError and other NexrlErrors if it cannot start, TrainingFailedError if it fails.
     """
     experiment = load_experiment(path, overrides)
     return asyncio.run(_run(experiment, options, resume_command(path, overrides, options)))
 
 
 def resume_command(path: Path, overrides: Sequence[str], options: RunOptions) -> str:
-    """What goes on with a run that was started with these arguments."""
+    """Return the command that resumes a run which was started with these arguments."""
     kept = [override for override in overrides if not override.startswith("resume.")]
     root = [] if options.root == RunOptions.root else ["--root", str(options.root)]
     return shlex.join(["nexrl", "run", str(path), *kept, "resume.mode=auto", *root])
@@ -83,7 +86,7 @@ async def _run(experiment: Experiment, options: RunOptions, to_resume: str) -> i
     require_free(options.port)
     _refuse_checkpoints_of_others(experiment)
     given_redis = experiment.spec.redis.url
-    # First of all: the folder and the ledger of an earlier run are put aside only for one that can begin.
+    # Own the name first: a run that cannot start must not move the folder and the ledger of an earlier run aside.
     async with owned(given_redis, experiment.metadata.name) if given_redis else contextlib.nullcontext():
         folder = RunFolder(options.root, experiment)
         if given_redis:
@@ -93,7 +96,7 @@ async def _run(experiment: Experiment, options: RunOptions, to_resume: str) -> i
 
 async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions, to_resume: str) -> int:
     if folder.put_aside is not None:
-        sys.stdout.write(f"an earlier run of this name is kept as {folder.put_aside}\n")
+        sys.stdout.write(f"an earlier run of this name was moved to {folder.put_aside}\n")
     addresses, redis_socket = choose_addresses(experiment, options.port)
     launcher = Launcher(experiment, folder, addresses, redis_socket)
     began = time.monotonic()
@@ -104,13 +107,14 @@ async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions
             shutil.rmtree(redis_socket.parent, ignore_errors=True)
     ending = _ending(ended)
     write_report(folder, experiment, launcher.children, time.monotonic() - began, ending)
-    (folder.path / ENDPOINTS_FILE).unlink()  # left behind by a launcher that was killed, which tells it from one ended
+    (folder.path / ENDPOINTS_FILE).unlink()  # a launcher that is killed leaves the file, which tells the two apart
+    steps = checkpoints_of(folder.path, experiment)
+    resume = f"resume from step {max(steps)} with: {to_resume}" if steps else ""
     if ended is None:
-        steps = checkpoints_of(folder.path, experiment)
-        goes_on = f"from step {max(steps)} on: {to_resume}" if steps else "before the first checkpoint"
-        sys.stdout.write(f"stopped; {goes_on}\n")
+        sys.stdout.write(f"stopped; {resume or 'there is no checkpoint to resume from'}\n")
     elif ended.phase == pb.PHASE_FAILED:
-        raise TrainingFailedError(f"{ending.reason}: {ending.message}; logs are in {folder.logs}")
+        todo = f"Correct the cause, then {resume or 'run it again: there is no checkpoint to resume from'}"
+        raise TrainingFailedError(f"{ending.message}\nThe logs are in {folder.logs}\n{todo}")
     return ending.exit_code
 
 
@@ -122,16 +126,17 @@ def _ending(ended: pb.Experiment | None) -> Ending:
 
 
 def _refuse_checkpoints_of_others(experiment: Experiment) -> None:
-    """A trainer that starts again goes on from what its folder holds: it must not hold another run's checkpoints."""
+    """Refuse a checkpoint folder with checkpoints of another run: a restarted trainer resumes from its folder."""
     path = experiment.spec.checkpoint.path
-    if path and experiment.spec.resume.mode != "auto" and any(Path(path).glob("global_step_*")):
+    if path and experiment.spec.resume.mode != "auto" and any(Path(path).glob(f"{CHECKPOINT_PREFIX}*")):
         raise AlreadyExistsError(
-            f"checkpoint.path: {path} holds checkpoints of an earlier run; take another folder, or resume.mode auto"
+            f"checkpoint.path: {path} contains checkpoints of an earlier run; choose another folder, or set "
+            "resume.mode to auto"
         )
 
 
 async def _prepare_redis(url: str, experiment: Experiment) -> None:
-    """Forget an earlier run of this name; one that is resumed keeps its ledger. Raises UnavailableError."""
+    """Delete the keys of an earlier run of this name; a resumed run keeps its ledger. Raises UnavailableError."""
     name = experiment.metadata.name
     parts = ["controller"] if experiment.spec.resume.mode == "auto" else ["controller", experiment.spec.model.tag]
     async with contextlib.aclosing(await connect_redis(url)) as connection:
@@ -141,7 +146,7 @@ async def _prepare_redis(url: str, experiment: Experiment) -> None:
 
 
 class Launcher:
-    """The children of one run, and the view on them."""
+    """The child processes of one run, and the live view of them."""
 
     def __init__(
         self, experiment: Experiment, folder: RunFolder, addresses: Addresses, redis_socket: Path | None
@@ -153,12 +158,12 @@ class Launcher:
         self._redis_socket = redis_socket
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
-        """When the controller has said how the experiment ends, or nobody waits for it: only then CORE stops, too."""
+        """Set when the controller has reported the end, or the launcher no longer waits for it: CORE may stop."""
         self._interrupted = asyncio.Event()
         self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> pb.Experiment | None:
-        """Start everything, follow the controller to the end, stop everything; None after Ctrl-C or SIGTERM."""
+        """Start all processes, follow the controller to the end, stop all processes; None after Ctrl-C or SIGTERM."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupted.set)
@@ -173,7 +178,7 @@ class Launcher:
             finally:
                 self._stopping.set()
                 self._ended.set()
-                await self._stop((*COMPONENTS, *CORE))
+                await self._stop(*COMPONENT_WAVES, *CORE_WAVES)
                 for task in supervisors:
                     task.cancel()
                 await asyncio.gather(*supervisors, return_exceptions=True)
@@ -197,7 +202,7 @@ class Launcher:
                 await asyncio.gather(ending, depths, interrupted, return_exceptions=True)
 
     async def _until_ended(self, controller: grpc.aio.Channel, view: RunView) -> pb.Experiment:
-        """Follow the controller. When it says Stopping, stop the components, whose ends it waits for."""
+        """Follow the controller to a terminal phase. In phase Stopping, stop the components, for which it waits."""
         stub = ControllerServiceStub(controller)
         async for message in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
             view.show(message.experiment)
@@ -205,8 +210,8 @@ class Launcher:
                 return message.experiment
             if message.experiment.phase == pb.PHASE_STOPPING and not self._stopping.is_set():
                 self._stopping.set()
-                await self._stop(COMPONENTS)
-        raise AssertionError("a watch has no end")
+                await self._stop(*COMPONENT_WAVES)
+        raise AssertionError("a watch never ends")
 
     async def _until_redis_answers(self, child: Child) -> None:
         if child.name != "redis":
@@ -222,29 +227,31 @@ class Launcher:
 
     async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
         stopping = self._ended if child.name in CORE else self._stopping
-        while not stopping.is_set():  # which may begin within the pause before a restart
+        while not stopping.is_set():  # it may be set during the pause before a restart
             code = await child.run()
             if self._interrupted.is_set() or self._ended.is_set():
-                return  # nobody is to be told: the controller has not ended the experiment, or has itself ended
+                return  # do not report: the experiment is interrupted, or its controller has ended
             delay_seconds = await self._verdict(child, code, controller)
             if delay_seconds is None:
                 return
             await asyncio.sleep(delay_seconds)
 
     async def _verdict(self, child: Child, code: int, controller: grpc.aio.Channel) -> float | None:
-        """Seconds until the child is to start again, or None when the run is over."""
+        """Seconds until the child restarts; None if it does not."""
         if child.name in CORE:
             if code not in CONFIGURATION_EXITS and child.starts <= self.experiment.spec.failure_policy.max_restarts:
                 return 0.2
-            self._fail("RestartsExhausted", f"{child.name} ended with code {code}: {child.log_tail()}")
+            self._fail("RestartsExhausted", f"{child.name} ended with code {code}: {child.last_words()}")
             return None
         request = pb.ReportExitRequest(
-            request_id=new_request_id(), component=child.name, exit_code=code, log_tail=child.log_tail()
+            request_id=new_request_id(), component=child.name, exit_code=code, log_tail=child.last_words()
         )
         try:
             answer = await call(ControllerServiceStub(controller).ReportExit, request, timeout_seconds=CALL_SECONDS)
         except NexrlError as error:
-            self._fail("ControllerLost", f"{child.name} ended with code {code}, and the controller is gone: {error}")
+            self._fail(
+                "ControllerLost", f"{child.name} ended with code {code}, and the controller cannot be reached: {error}"
+            )
             return None
         return answer.delay_seconds if answer.restart else None
 
@@ -252,10 +259,10 @@ class Launcher:
         if not self._failure.done():
             self._failure.set_result(pb.Experiment(phase=pb.PHASE_FAILED, reason=reason, message=message))
 
-    async def _stop(self, roles: Sequence[str]) -> None:
-        for role in roles:
-            of_role = [child for child in self.children if child.name.startswith(role)]
-            await asyncio.gather(*(child.stop(STOP_SECONDS) for child in of_role))
+    async def _stop(self, *waves: tuple[str, ...]) -> None:
+        for wave in waves:
+            children = [child for child in self.children if child.name.startswith(wave)]
+            await asyncio.gather(*(child.stop(STOP_SECONDS) for child in children))
 
 
 async def _show_details(pool: grpc.aio.Channel, controller: grpc.aio.Channel, view: RunView) -> None:

@@ -1,4 +1,4 @@
-"""One launcher for each experiment of a shared Redis: two would share one ledger, and the second would delete it."""
+"""Locks the name of an experiment in a shared Redis. A second launcher would delete the ledger of the first."""
 
 import asyncio
 import contextlib
@@ -10,19 +10,19 @@ from nexrl.errors import AlreadyExistsError
 from nexrl.store import connect_redis, owner_key
 
 OWNER_SECONDS = 15
-"""Time after which the name of a launcher that was killed is free again."""
+"""Time after which the lock of a launcher that was killed expires."""
 
 
 @contextlib.asynccontextmanager
 async def owned(url: str, experiment: str) -> AsyncIterator[None]:
-    """Own the experiment's name in this Redis while the block runs. Raises AlreadyExistsError while another does."""
+    """Hold the lock of the experiment's name until the end of the block. Raises AlreadyExistsError if it is held."""
     key = owner_key(experiment)
     async with contextlib.aclosing(await connect_redis(url)) as connection:
         if not await connection.set(key, f"{socket.gethostname()}:{os.getpid()}", nx=True, ex=OWNER_SECONDS):
             owner = str(await connection.get(key))
             raise AlreadyExistsError(
-                f"metadata.name: {experiment!r} is run in this Redis by {owner}; take another name, or wait "
-                f"{OWNER_SECONDS} s when that launcher was killed"
+                f"metadata.name: {experiment!r} is running in this Redis (launcher {owner}); choose another name, or "
+                f"wait {OWNER_SECONDS} s if that launcher was killed"
             )
 
         async def keep() -> None:

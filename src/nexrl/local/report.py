@@ -1,4 +1,4 @@
-"""What a run leaves for people: summary.json, reward.png, and the table of before and after."""
+"""Writes the report of a run: summary.json, reward.png, and a table of its first and last steps."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from rich.table import Table
 
 from nexrl.local.child import Child
 from nexrl.local.run_folder import RunFolder
+from nexrl.run_layout import REWARD_FILE, SUMMARY_FILE
 from nexrl.spec import Experiment
 
 ENDS_STEPS = 10
-"""Steps averaged for 'before' and 'after': one batch alone is noisy."""
-SUMMARY_FILE = "summary.json"
+"""Steps averaged at either end of the run: one batch alone is noisy."""
 AT_ENDS = {"reward": "reward_mean", "entropy": "entropy", "degenerate groups": "zero_variance_group_fraction"}
 
 Metrics = Sequence[Mapping[str, float]]
@@ -24,10 +24,10 @@ Metrics = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Ending:
-    """How one start of a run ended."""
+    """How a run ended, or this part of a run that was resumed."""
 
     phase: str
-    """As in nexrl.v1.Phase, as 'Succeeded'; 'Interrupted' by Ctrl-C or SIGTERM."""
+    """A phase of nexrl.v1.Phase, for example 'Succeeded'; 'Interrupted' after Ctrl-C or SIGTERM."""
     reason: str
     message: str
     exit_code: int
@@ -36,11 +36,11 @@ class Ending:
 def write_report(
     folder: RunFolder, experiment: Experiment, children: Sequence[Child], wall_seconds: float, ending: Ending
 ) -> None:
-    """Write the summary and the picture, and print before and after."""
+    """Write summary.json and reward.png, and print the table."""
     metrics = folder.metrics()
     steps = [line for line in metrics if "reward_mean" in line]
     began = time.time() - wall_seconds
-    made = [line for line in steps if line["time"] >= began]  # a run that goes on has steps from before its pause
+    made = [line for line in steps if line["time"] >= began]  # a resumed run also has steps from before it was resumed
     summary = (
         asdict(ending)
         | summarize(metrics, steps)
@@ -59,7 +59,7 @@ def write_report(
 
 
 def summarize(metrics: Metrics, steps: Metrics) -> dict[str, Any]:
-    """Steps made, reward and the like at both ends, held-out scores, samples per second."""
+    """Return the steps made, rewards at either end, held-out scores and samples per second."""
     held_out = [line for line in metrics if "val/num_samples" in line]
     summary: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0}
     for name, key in AT_ENDS.items():
@@ -73,14 +73,14 @@ def summarize(metrics: Metrics, steps: Metrics) -> dict[str, Any]:
 
 
 def samples_per_second(steps: Metrics) -> float | None:
-    """Samples trained after the first step, by the time between the first step's end and the last one's."""
+    """Return the samples trained after the first step, divided by the time from the first step to the last."""
     if len(steps) < 2:
         return None
     return round(sum(line["samples"] for line in steps[1:]) / (steps[-1]["time"] - steps[0]["time"]), 1)
 
 
 def plot(folder: RunFolder, metrics: Metrics, steps: Metrics) -> None:
-    """reward.png: reward of each step, and held-out scores where they were measured."""
+    """Write reward.png: the reward of each step, and the held-out scores."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -93,13 +93,13 @@ def plot(folder: RunFolder, metrics: Metrics, steps: Metrics) -> None:
     axes.set(xlabel="step (policy version)", ylabel="mean per step", title=folder.path.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(folder.path / "reward.png", dpi=120)
+    figure.savefig(folder.path / REWARD_FILE, dpi=120)
     pyplot.close(figure)
 
 
 def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
-    """The table of before and after, and where everything is."""
-    console = Console()
+    """Print the table of first and last steps, and the folder with the results."""
+    console = Console(markup=False, emoji=False)  # messages may contain [brackets]
     earlier = summary["steps"] - summary["steps_made"]
     title = f"{summary['name']}: {summary['steps_made']} steps in {summary['wall_seconds']:.0f} s"
     table = Table(title=title + (f", after {earlier} earlier ones" if earlier > 0 else ""))

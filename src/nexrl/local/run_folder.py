@@ -1,4 +1,4 @@
-"""The folder of one run: runs/<name>/ with the resolved experiment, logs, checkpoints, trajectories and results."""
+"""The folder of one run, `runs/<name>`: who may write to it, and what it contains (nexrl.run_layout)."""
 
 import fcntl
 import json
@@ -8,14 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from nexrl.run_layout import (
+    CHECKPOINTS_FOLDER,
+    CODE_FOLDER,
+    ENDPOINTS_FILE,
+    EXPERIMENT_FILE,
+    LOGS_FOLDER,
+    METRICS_FILE,
+    REDIS_FOLDER,
+    TRAJECTORIES_FOLDER,
+    checkpoints_by_step,
+    checkpoints_path,
+)
 from nexrl.spec import Experiment, dump_resolved, load_resolved, write_code
 
-EXPERIMENT_FILE = "experiment.yaml"
-ENDPOINTS_FILE = "endpoints.json"
 
-
-def is_on(run: Path) -> bool:
-    """True while a launcher works in the folder `run`."""
+def is_running(run: Path) -> bool:
+    """Return whether a launcher is running the run in folder `run`."""
     try:
         lock = _lock_path(run.resolve()).open()
     except FileNotFoundError:
@@ -29,41 +38,39 @@ def is_on(run: Path) -> bool:
 
 
 def experiment_of(run: Path) -> Experiment:
-    """The resolved experiment of the run in folder `run`. Raises NotFoundError for a folder that is none."""
+    """Return the resolved experiment of the run in folder `run`. Raises NotFoundError if the folder has no run."""
     path = run / EXPERIMENT_FILE
     if not path.is_file():
-        raise NotFoundError(f"{run}: not the folder of a run; it has no {EXPERIMENT_FILE}")
+        raise NotFoundError(f"{run}: not the folder of a run: it has no {EXPERIMENT_FILE}")
     return load_resolved(path)
 
 
 def is_put_aside(run: Path) -> bool:
-    """True when a later run of its name has taken its place."""
+    """Return whether the run was renamed because a later run took its name."""
     return run.resolve().name != experiment_of(run).metadata.name
 
 
 def checkpoints_of(run: Path, experiment: Experiment) -> Mapping[int, Path]:
-    """The complete checkpoints of the run in folder `run`, by step."""
-    given = experiment.spec.checkpoint.path
-    found = (Path(given) if given else run / "checkpoints").glob("global_step_*")
-    steps = {path.name.removeprefix("global_step_"): path for path in found}
-    return {int(step): path for step, path in steps.items() if step.isdecimal()}
+    """Return the complete checkpoints of the run in folder `run`, by step."""
+    return checkpoints_by_step(checkpoints_path(run, experiment.spec.checkpoint.path))
 
 
 def endpoint(run: Path, service: str) -> str:
-    """Address of a service of the run in folder `run`, as its launcher wrote it down. Raises NotFoundError before."""
+    """Return the address of a service of a running run. Raises NotFoundError if its launcher has not written it."""
     try:
         return str(json.loads((run / ENDPOINTS_FILE).read_text())[service])
     except FileNotFoundError:
-        raise NotFoundError(f"{run}: no {ENDPOINTS_FILE} there; no run is on, or it is just starting") from None
+        raise NotFoundError(f"{run}: it has no {ENDPOINTS_FILE}: the run is not running, or is starting") from None
 
 
 class RunFolder:
-    """Holds a lock for as long as it lives, so that two launchers never share a folder."""
+    """The folder of a run, locked until `close`, so that two launchers never share a folder."""
 
     def __init__(self, root: Path, experiment: Experiment) -> None:
-        """Use the folder of an earlier run when the experiment resumes, else put that one aside.
+        """Create and lock the folder. An earlier run of this name is renamed, unless the experiment resumes it.
 
-        Raises AlreadyExistsError while another launcher runs this experiment here.
+        Raises AlreadyExistsError if another launcher is running this experiment here, and InvalidArgumentError if the
+        experiment cannot resume the earlier run.
         """
         self.path = (root / experiment.metadata.name).resolve()
         root.mkdir(parents=True, exist_ok=True)
@@ -73,57 +80,58 @@ class RunFolder:
         except BlockingIOError:
             self._lock.close()
             raise AlreadyExistsError(
-                f"metadata.name: {experiment.metadata.name!r} is running in {self.path}; stop it or take another name"
+                f"metadata.name: {experiment.metadata.name!r} is running in {self.path}; stop it or choose another name"
             ) from None
         self.put_aside: Path | None = None
-        """Where an earlier run of this name is kept now."""
+        """New folder of an earlier run of this name, if there was one."""
         if self.path.exists() and experiment.spec.resume.mode == "auto":
             self._refuse_another_run(experiment)
         elif self.path.exists():
             self.put_aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
             self.path.rename(self.put_aside)
-        for part in ("logs", "redis", "checkpoints", "trajectories"):
+        for part in (LOGS_FOLDER, REDIS_FOLDER, CHECKPOINTS_FOLDER, TRAJECTORIES_FOLDER):
             (self.path / part).mkdir(parents=True, exist_ok=True)
-        (self.path / ENDPOINTS_FILE).unlink(missing_ok=True)  # of a launcher that was killed
-        self.experiment_file.write_text(dump_resolved(write_code(experiment, self.path / "code")))
+        (self.path / ENDPOINTS_FILE).unlink(missing_ok=True)  # left behind by a launcher that was killed
+        self.experiment_file.write_text(dump_resolved(write_code(experiment, self.path / CODE_FOLDER)))
 
     def _refuse_another_run(self, experiment: Experiment) -> None:
-        """What makes a run that one run cannot change when it is resumed."""
+        """Raise InvalidArgumentError for a change that a run cannot make when it resumes."""
         if not self.experiment_file.is_file():
             return
-        before, now = _identity(load_resolved(self.experiment_file)), _identity(experiment)
+        before, now = _fixed_fields(load_resolved(self.experiment_file)), _fixed_fields(experiment)
         for field in now | before:
             old, new = before.get(field, "nothing"), now.get(field, "nothing")
             if old != new:
                 self.close()
                 raise InvalidArgumentError(
-                    f"spec.{field}: {new}; the run to be resumed has {old}; leave it so, or take another metadata.name"
+                    f"spec.{field}: {new}; the run to be resumed has {old}; keep that value, or choose another "
+                    "metadata.name"
                 )
 
     def close(self) -> None:
-        """Let another launcher use the folder."""
+        """Unlock the folder."""
         self._lock.close()
 
     @property
     def experiment_file(self) -> Path:
-        """The resolved experiment."""
+        """File with the resolved experiment."""
         return self.path / EXPERIMENT_FILE
 
     @property
     def logs(self) -> Path:
-        """One log for each process."""
-        return self.path / "logs"
+        """Folder with one log per process."""
+        return self.path / LOGS_FOLDER
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write `content` to a file of the run."""
+        """Write `content` as JSON to a file of the run."""
         (self.path / name).write_text(json.dumps(content, indent=2) + "\n")
 
     def metrics(self) -> list[dict[str, float]]:
-        """Lines of metrics.jsonl merged by step, in order; a step that was replayed counts as it went last.
+        """Return the metrics of each step, in order. If a step was replayed, its newest values count.
 
-        `time` is that of the training step: what was measured of the same version later does not move it.
+        `time` is that of the training step. A later validation of the same policy version does not change it.
         """
-        path = self.path / "metrics.jsonl"
+        path = self.path / METRICS_FILE
         by_step: dict[float, dict[str, float]] = {}
         for text in path.read_text().splitlines() if path.exists() else []:
             values = json.loads(text)
@@ -133,9 +141,8 @@ class RunFolder:
         return [by_step[step] for step in sorted(by_step)]
 
 
-def _identity(experiment: Experiment) -> dict[str, Any]:
-    """What a run keeps for its life, by field: its ledger counts in batches and groups of one size, and its
-    checkpoints are of one model."""
+def _fixed_fields(experiment: Experiment) -> dict[str, Any]:
+    """Return the fields that a run cannot change: sizes that its ledger depends on, and the model."""
     pool, model = experiment.spec.trajectory_pool, experiment.spec.model
     given = model.model_dump(mode="json", by_alias=True, exclude_none=True)
     scratch = given.pop("scratch", {})
@@ -148,5 +155,5 @@ def _identity(experiment: Experiment) -> dict[str, Any]:
 
 
 def _lock_path(run: Path) -> Path:
-    """Beside the folder, not in it: a new run puts the folder of an earlier one aside."""
+    """Return the lock file. It is beside the folder because a new run renames the folder of an earlier one."""
     return run.with_name(f".{run.name}.lock")

@@ -1,7 +1,7 @@
-"""`nexrl traj list` and `nexrl traj get`: what became of samples, and what was said in them.
+"""`nexrl traj list` and `nexrl traj get`: the state and the content of samples.
 
-Where a sample is, the ledger knows; its trajectories are in the pool until its batch is processed, and from then on in
-the batch that the run keeps (trajectories/batch_*.pb).
+The ledger has the state of each sample. The trajectories of a sample are in the trajectory pool until its batch is
+processed, and in the batch's file afterwards (nexrl.run_layout.batch_path).
 """
 
 import json
@@ -19,6 +19,7 @@ from nexrl.errors import InvalidArgumentError, NexrlError, NotFoundError
 from nexrl.local.ledger_view import pool_of
 from nexrl.local.run_folder import experiment_of
 from nexrl.rpc.client import call
+from nexrl.run_layout import TRAJECTORIES_FOLDER, batch_path, batches_by_number
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pb2 import CompletionSpan, SampleResult, Trajectory, Verdict
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 20.0
 LISTED = 50
-"""Samples listed unless another number, or a batch, is asked for."""
+"""Number of samples listed if neither a limit nor a batch is given."""
 HELD_BY_POOL = (pool_pb.SAMPLE_STATE_PRODUCED, pool_pb.SAMPLE_STATE_BATCHED)
 STATES = [name.removeprefix("SAMPLE_STATE_").lower() for name in pool_pb.SampleState.keys()[1:]]
 TRAINED = (pool_pb.SAMPLE_STATE_TRAINED, pool_pb.SAMPLE_STATE_DURABLE)
@@ -37,27 +38,27 @@ TRAINED = (pool_pb.SAMPLE_STATE_TRAINED, pool_pb.SAMPLE_STATE_DURABLE)
 
 @dataclass(frozen=True)
 class Filter:
-    """Which samples to list."""
+    """Selects the samples to list."""
 
     batch: int | None = None
     state: str | None = None
-    """As in nexrl.v1.SampleState, in lower case."""
+    """A name of nexrl.v1.SampleState in lower case."""
     limit: int | None = None
-    """The newest so many; LISTED unless a batch is named."""
+    """Only the newest this many; default: LISTED, or all samples of the batch."""
 
     def __post_init__(self) -> None:
         if self.state not in (None, *STATES):
             raise InvalidArgumentError(f"state: {self.state!r}; allowed: {', '.join(STATES)}")
 
     def passes(self, record: pool_pb.SampleRecord) -> bool:
-        """True for a sample that is asked for."""
+        """Return whether the sample is selected."""
         is_in_batch = self.batch is None or (record.HasField("batch_id") and record.batch_id == self.batch)
         return is_in_batch and self.state in (None, _state(record))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is known of one sample; `result` and `group` are there while its trajectories are."""
+    """One sample. `result` and `group` are set only while its trajectories exist."""
 
     record: pool_pb.SampleRecord
     result: SampleResult | None = None
@@ -65,62 +66,62 @@ class Sample:
 
     @property
     def state(self) -> str:
-        """Where it is; "-" where no ledger tells."""
+        """State in the ledger; "-" without a ledger."""
         return _state(self.record) if self.record.state else "-"
 
     @property
     def batch(self) -> int | None:
-        """The batch that holds it."""
+        """Number of its batch, if it is in one."""
         return self.record.batch_id if self.record.HasField("batch_id") else None
 
     @property
     def step(self) -> int | None:
-        """The step that was made with it, as in metrics.jsonl: that of its batch, counted from 1."""
+        """The step that trained on it, as numbered in metrics.jsonl: its batch number plus 1."""
         return self.record.batch_id + 1 if self.record.state in TRAINED else None
 
     @property
     def attempt(self) -> int:
-        """Attempts so far; 0 where nobody has counted."""
+        """Number of attempts so far; 0 if unknown."""
         return self.record.attempt or (self.result.attempt if self.result else 0)
 
     @property
     def verdict(self) -> str:
-        """How it ended; empty where that is not at hand."""
+        """How the sample ended; empty if unknown."""
         return Verdict.Name(self.result.verdict).removeprefix("VERDICT_") if self.result else ""
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
-        """None once they are gone, and before they are there."""
+        """The trajectories; empty before they exist and after they were dropped."""
         return self.result.trajectories if self.result else ()
 
 
 class Samples:
-    """The samples of one run."""
+    """Reads the samples of one run."""
 
     def __init__(self, run: Path, model_tag: str, pool: "TrajectoryPoolServiceAsyncStub | None") -> None:
-        self._folder = run / "trajectories"
+        self._folder = run / TRAJECTORIES_FOLDER
         self._model_tag = model_tag
         self._pool = pool
         self._batches: dict[int, Mapping[str, tuple[str, SampleResult]]] = {}
 
     async def get(self, sample_id: str) -> Sample:
-        """One sample. Raises NotFoundError."""
+        """Return one sample. Raises NotFoundError."""
         if self._pool is not None:
             return await self._from_pool(sample_id)
         for record in self._records_of_batches():
             if record.sample_id == sample_id:
                 return self._with_batch(record)
-        raise NotFoundError(f"sample_id: {sample_id!r} is in no batch of {self._folder}")
+        raise NotFoundError(f"sample_id: {sample_id!r} is in none of the batches in {self._folder}")
 
     async def complete(self, record: pool_pb.SampleRecord) -> Sample:
-        """The sample of a record, with its trajectories where they are at hand."""
+        """Return the sample of a record, with its trajectories if they still exist."""
         sample = self._with_batch(record)
         if sample.result is None and record.state in HELD_BY_POOL and self._pool is not None:
             return await self._from_pool(record.sample_id)
         return sample
 
     async def records(self) -> AsyncIterator[pool_pb.SampleRecord]:
-        """All samples, in the order in which they were granted; without a ledger only those in batches."""
+        """Yield all samples in the order in which they were granted; without a ledger, only those in batches."""
         if self._pool is None:
             for record in self._records_of_batches():
                 yield record
@@ -149,35 +150,34 @@ class Samples:
         return Sample(record, result, group)
 
     def _batch(self, number: int) -> Mapping[str, tuple[str, SampleResult]]:
-        """Group and result of each sample of a batch; nothing where it is not kept (yet)."""
+        """Return group and result of each sample of a batch; empty if the batch has no file (yet)."""
         if number not in self._batches:
-            path = self._folder / f"batch_{number:06d}.pb"
+            path = batch_path(self._folder, number)
             lease = pool_pb.BatchLease.FromString(path.read_bytes()) if path.is_file() else pool_pb.BatchLease()
             self._batches[number] = {s.sample_id: (group.group_id, s) for group in lease.groups for s in group.samples}
         return self._batches[number]
 
     def _records_of_batches(self) -> Iterator[pool_pb.SampleRecord]:
-        for path in sorted(self._folder.glob("batch_*.pb")):
-            number = int(path.stem.removeprefix("batch_"))
+        for number in batches_by_number(self._folder):
             for sample_id, (_, result) in self._batch(number).items():
                 yield pool_pb.SampleRecord(sample_id=sample_id, attempt=result.attempt, batch_id=number)
 
 
 @asynccontextmanager
 async def samples_of(run: Path) -> AsyncIterator[Samples]:
-    """The samples of the run in folder `run`, while the block runs. Raises NotFoundError for a folder that is none."""
+    """Open the samples of the run in folder `run`. Raises NotFoundError if the folder has no run."""
     experiment = experiment_of(run)
     async with AsyncExitStack() as stack:
         try:
             pool = TrajectoryPoolServiceStub(await stack.enter_async_context(pool_of(run)))
         except NexrlError as error:
-            sys.stderr.write(f"without the ledger, so that only samples in batches are known: {error}\n")
+            sys.stderr.write(f"no ledger, so only samples in batches are listed: {error}\n")
             pool = None
         yield Samples(run, experiment.spec.model.tag, pool)
 
 
 async def print_list(run: Path, wanted: Filter, *, as_json: bool) -> None:
-    """`nexrl traj list`. Raises NotFoundError for a batch without such samples."""
+    """Print the selected samples. Raises NotFoundError if a batch is given and has none of them."""
     limit = LISTED if wanted.limit is None and wanted.batch is None else wanted.limit
     async with samples_of(run) as samples:
         newest: deque[pool_pb.SampleRecord] = deque(maxlen=limit)
@@ -186,13 +186,13 @@ async def print_list(run: Path, wanted: Filter, *, as_json: bool) -> None:
                 newest.append(record)
         found = [await samples.complete(record) for record in newest]
     if not found and wanted.batch is not None:
-        raise NotFoundError(f"{run}: no such sample in batch {wanted.batch}")
+        raise NotFoundError(f"{run}: batch {wanted.batch} has no such sample")
     for line in json_lines(found) if as_json else table(found):
         sys.stdout.write(line + "\n")
 
 
 async def print_sample(run: Path, sample_id: str, *, as_json: bool) -> None:
-    """`nexrl traj get`: everything about one sample."""
+    """Print everything about one sample."""
     async with samples_of(run) as samples:
         sample = await samples.get(sample_id)
     lines = [json.dumps(sample_json(sample))] if as_json else describe(sample, token_decoder(run))
@@ -201,13 +201,13 @@ async def print_sample(run: Path, sample_id: str, *, as_json: bool) -> None:
 
 
 def table(samples: Sequence[Sample]) -> Iterator[str]:
-    """One line for each sample, under a headline."""
+    """Yield a header line and one line per sample."""
     head = ("sample", "state", "attempt", "verdict", "batch", "step", "reward", "tokens", "oldest version")
     return columns([head, *map(_row, samples)])
 
 
 def json_lines(samples: Sequence[Sample]) -> Iterator[str]:
-    """One JSON object for each trajectory; one for a sample that has none."""
+    """Yield one JSON object per trajectory, and one for a sample without trajectories."""
     for sample in samples:
         fields = _sample_fields(sample)
         for trajectory in map(trajectory_json, sample.trajectories):
@@ -217,12 +217,12 @@ def json_lines(samples: Sequence[Sample]) -> Iterator[str]:
 
 
 def sample_json(sample: Sample) -> Mapping[str, Any]:
-    """One JSON object for the sample, with all its trajectories."""
+    """Return a JSON object for the sample, with all its trajectories."""
     return _sample_fields(sample) | {"trajectories": [trajectory_json(t) for t in sample.trajectories]}
 
 
 def trajectory_json(trajectory: Trajectory) -> dict[str, Any]:
-    """What a trajectory has, in plain types; log-probabilities in nats."""
+    """Return a JSON object for a trajectory. Log-probabilities are in nats."""
     return {
         "prompt": trajectory.prompt,
         "response": trajectory.response,
@@ -231,7 +231,7 @@ def trajectory_json(trajectory: Trajectory) -> dict[str, Any]:
         "metadata": dict(trajectory.metadata),
         "finish_reason": trajectory.finish_reason,
         "policy_versions": [[span.start, span.end, span.policy_version] for span in trajectory.spans],
-        # In protobuf's JSON, where a seed is a string: it has more digits than the numbers of most readers.
+        # As protobuf's JSON, in which a 64-bit seed is a string: many JSON readers would round it.
         "completions": [
             MessageToDict(c, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
             for c in trajectory.completions
@@ -243,32 +243,34 @@ def trajectory_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def describe(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """The sample for people; `decode` gives the text of tokens."""
+    """Yield lines that describe the sample. `decode` returns the text of tokens."""
     ending = sample.record.drop_reason or sample.verdict or "no verdict"
     yield f"sample {sample.record.sample_id}: {sample.state}, {ending}, attempt {sample.attempt or 'unknown'}"
     if sample.batch is not None:
         step = f"trained by step {sample.step}" if sample.step else "not known to be trained"
         yield f"batch {sample.batch}, {step}"
     if not sample.trajectories:
-        yield "no trajectories: not there yet, or dropped before they came into a batch"
+        yield "no trajectories: they do not exist yet, or were dropped before they reached a batch"
     for number, trajectory in enumerate(sample.trajectories, start=1):
         yield from ("", f"trajectory {number} of {len(sample.trajectories)}")
         yield from _trajectory_lines(trajectory, decode)
 
 
 def draw_text(completion: CompletionSpan) -> str:
-    """How a completion was drawn, in one line."""
+    """Return one line that says how a completion was sampled."""
     if not completion.HasField("draw"):
         return "not recorded"
     draw = completion.draw
+    seed = f"seed {draw.seed}" if draw.HasField("seed") else "no seed"
     limits = [f"top-p {draw.top_p:g}"] * (0 < draw.top_p < 1) + [f"top-k {draw.top_k}"] * (draw.top_k > 0)
+    stop = [f"stop {list(draw.stop)}"] * bool(draw.stop)
     return ", ".join(
-        [f"seed {draw.seed}", f"temperature {draw.temperature:g}", *limits, f"at most {draw.max_new_tokens} tokens"]
+        [seed, f"temperature {draw.temperature:g}", *limits, *stop, f"at most {draw.max_new_tokens} tokens"]
     )
 
 
 def token_decoder(run: Path) -> Callable[[Sequence[int]], str]:
-    """The text of tokens of the run's model; their ids where the tokenizer is not at hand any more."""
+    """Return a function from token ids to text. Without the model's tokenizer, the text is the ids."""
     try:
         tokenizer = build_tokenizer(experiment_of(run).spec.model)
     except InvalidArgumentError:
@@ -277,7 +279,7 @@ def token_decoder(run: Path) -> Callable[[Sequence[int]], str]:
 
 
 def columns(rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """The rows as lines, with cells of a column below each other."""
+    """Yield the rows as lines with aligned columns."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:

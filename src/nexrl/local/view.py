@@ -1,4 +1,4 @@
-"""The terminal while a run goes on: a live table, or plain lines when the output is not a terminal."""
+"""Shows a running run: as a live table in a terminal, else as lines."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 
 LINES_OF_A_RUN = 30
 STALLED = "Stalled"
-"""The controller's reason when no step is made."""
+"""Reason of the controller when no step is made for long."""
 SHOWN = {
     "reward_mean": "reward",
     "val/exact": "held-out exact",
@@ -30,24 +30,24 @@ SHOWN = {
 
 
 def phase_name(experiment: pb.Experiment) -> str:
-    """The experiment's phase, as 'Running'."""
+    """Return the phase of the experiment, for example 'Running'."""
     return pb.Phase.Name(experiment.phase).removeprefix("PHASE_").capitalize()
 
 
 def phase_text(experiment: pb.Experiment) -> str:
-    """The phase, and why it is in it; while all goes well the steps tell more than what led to it."""
+    """Return the phase and its reason. A run that makes steps has no reason worth showing."""
     is_well = experiment.phase == pb.PHASE_RUNNING and experiment.reason != STALLED
     return phase_name(experiment) + (f": {experiment.message}" if experiment.message and not is_well else "")
 
 
 class RunView:
-    """Shows phase, step, rates, pool depth, versions, staleness and errors."""
+    """Shows phase, step, rates, samples in the pool, policy version, staleness and errors."""
 
     def __init__(self, experiment: Experiment, children: Sequence[Child]) -> None:
         self._name = experiment.metadata.name
         self._batch_size = experiment.spec.trajectory_pool.batch_size
         self._children = children
-        self._console = Console(file=sys.stdout)
+        self._console = Console(file=sys.stdout, markup=False, emoji=False)  # messages may contain [brackets]
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._pool = pool_pb.PoolState()
         self._activity = activity_pb.GetActivityResponse()
@@ -60,7 +60,7 @@ class RunView:
     def __enter__(self) -> "RunView":
         if self._live:
             self._live.start()
-        self._console.print(f"[bold]{self._name}[/bold]: starting {len(self._children)} processes", highlight=False)
+        self._console.print(f"{self._name}: starting {len(self._children)} processes", highlight=False)
         return self
 
     def __exit__(
@@ -70,7 +70,7 @@ class RunView:
             self._live.stop()
 
     def show(self, experiment: pb.Experiment) -> None:
-        """The experiment's newest state."""
+        """Show a new state of the experiment."""
         step = experiment.progress.step
         if self._first_step is None and step > 0:
             self._first_step = (time.monotonic(), step)
@@ -82,18 +82,18 @@ class RunView:
             self._live.update(self._table(), refresh=True)
         elif is_news or step - self._printed_step >= max(1, experiment.progress.total_steps // LINES_OF_A_RUN):
             self._printed_step = step
-            self._console.print(self._line(), highlight=False, soft_wrap=True)
+            self._console.print(self._line(), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
-        """Tell what the launcher does, at once, instead of the phase."""
+        """Show `line` at once, instead of the phase."""
         self._said = line
         if self._live:
             self._live.update(self._table(), refresh=True)
         else:
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def show_details(self, pool: pool_pb.PoolState, activity: activity_pb.GetActivityResponse) -> None:
-        """The pool's newest state, and what went wrong lately."""
+        """Show a new state of the pool, and recent errors."""
         self._pool, self._activity = pool, activity
         if self._live:
             self._live.update(self._table(), refresh=True)
@@ -118,21 +118,26 @@ class RunView:
         facts["pool"] = f"{pool.leased} leased, {pool.grouping} grouping, {pool.ready} ready, {pool.batched} in batches"
         if pool.dropped:
             facts["dropped"] = ", ".join(f"{count} {reason}" for reason, count in pool.dropped.items())
-        if self._activity.recent_error_count:
+        # The error that made the run fail is printed once, at its end.
+        if self._activity.recent_error_count and self._last.phase != pb.PHASE_FAILED:
             newest = self._activity.errors[0]
-            # Once a step was made after it, the error has not stopped the run.
+            # A step was made after the error, so the error has not stopped the run.
             is_passed = newest.unix_seconds < self._step_unix_seconds
-            told = "`nexrl status` tells" if is_passed else f"the newest {newest.module}: {newest.message}"
+            told = "see `nexrl status`" if is_passed else f"newest from {newest.module}: {newest.message}"
             facts["errors"] = f"{self._activity.recent_error_count} in 5 minutes, {told}"
         if self._last.restarts:
             facts["restarts"] = str(self._last.restarts)
         return facts
 
     def _table(self) -> Table:
-        table = Table(title=f"{self._name}: {self._said or phase_text(self._last)}", show_header=False)
+        table = Table(title=f"{self._name}: {self._said or self._phase_text()}", show_header=False)
         for title, value in self._facts().items():
             table.add_row(title, value)
         return table
 
     def _line(self) -> str:
-        return "; ".join([phase_text(self._last), *(f"{title} {value}" for title, value in self._facts().items())])
+        facts = (f"{title} {value}" for title, value in self._facts().items())
+        return " ".join("; ".join([self._phase_text(), *facts]).split())
+
+    def _phase_text(self) -> str:
+        return phase_name(self._last) if self._last.phase == pb.PHASE_FAILED else phase_text(self._last)

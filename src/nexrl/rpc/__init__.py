@@ -1,1 +1,1 @@
-"""gRPC plumbing, once for all services: server process, client calls, error mapping, health, metrics."""
+"""gRPC for all services: server process, guards of each RPC, client calls, mapping of errors."""

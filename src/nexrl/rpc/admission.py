@@ -1,4 +1,4 @@
-"""Who may call: a certificate of the experiment or of the operator, or a ServiceAccount's token for the experiment."""
+"""Admits callers: by a certificate of the experiment or the operator, or by a ServiceAccount token."""
 
 import asyncio
 import base64
@@ -18,7 +18,7 @@ from nexrl.tls import OPERATOR, Tls, namespace_of
 
 REVIEW_SECONDS = 10.0
 REMEMBERED_SECONDS = 60.0
-"""For so long a token is not asked about again: one that is revoked is good for at most this long."""
+"""A valid token is reviewed again after this time, so a revoked one is admitted for at most this long."""
 MAX_REMEMBERED = 1000
 
 BEARER = "Bearer "
@@ -26,50 +26,55 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class Admission:
-    """The rule of one process. Without `reviews` no token is good."""
+    """Decides which callers one process admits. Without `reviews` it admits no token."""
 
     def __init__(self, tls: Tls, reviews: "TokenReviews | None" = None) -> None:
         self._name = tls.name
-        self._welcome = {tls.name, f"*.{tls.name.partition('.')[2]}", OPERATOR}
+        self._admitted_names = {tls.name, f"*.{tls.name.partition('.')[2]}", OPERATOR}
         self._reviews = reviews
 
     async def admit(self, certificate_names: Iterable[str], authorization: str) -> None:
-        """Return when the caller may call; `certificate_names` are those of its verified certificate, if it has one.
+        """Check that the caller is admitted. `certificate_names` are the DNS names in its verified certificate.
 
-        Raises UnauthenticatedError, PermissionDeniedError; UnavailableError when a token cannot be judged now.
+        They are empty for a caller without a certificate. Raises UnauthenticatedError or PermissionDeniedError if the
+        caller is not admitted, and UnavailableError if its token cannot be reviewed now.
         """
         if names := set(certificate_names):
-            if not names & self._welcome:
-                raise PermissionDeniedError(f"the certificate is for {', '.join(sorted(names))}; this is {self._name}")
+            if not names & self._admitted_names:
+                raise PermissionDeniedError(
+                    f"the certificate is for {', '.join(sorted(names))}; this server is {self._name}"
+                )
         elif authorization.startswith(BEARER) and self._reviews:
             await self._reviews.admit(authorization.removeprefix(BEARER).strip())
         else:
             raise UnauthenticatedError(
-                f"neither a client certificate nor a bearer token; this is {self._name} (docs/how-to/tls.md)"
+                "the call has no client certificate, and no bearer token that this port accepts; "
+                f"this server is {self._name} (docs/how-to/tls.md)"
             )
 
 
 @dataclass(frozen=True)
 class KubernetesApi:
-    """The API server, and the folder with this pod's own token and the server's authority."""
+    """The API server of the cluster, and the folder with this pod's token and the server's CA certificate."""
 
     url: str
     account: Path
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "KubernetesApi":
-        """That of the cluster in which this pod is. Raises FailedPreconditionError."""
+        """Return the API server of this pod's cluster. Raises FailedPreconditionError outside a cluster."""
         host, port = (environment.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
         api = cls(f"https://{f'[{host}]' if ':' in str(host) else host}:{port}", ACCOUNT)
         if not host or not (api.account / "token").exists():
             raise FailedPreconditionError(
-                f"token_port: tokens are judged by a Kubernetes API server, and none is known: no {api.account}/token; "
-                "leave NEXRL_TOKEN_PORT out, or let the pod mount its ServiceAccount's token"
+                "token_port: the API server of a cluster reviews the tokens, and this process cannot call it: "
+                f"KUBERNETES_SERVICE_HOST is not set, or {api.account}/token does not exist; "
+                "unset NEXRL_TOKEN_PORT, or mount the ServiceAccount's token into the pod"
             )
         return api
 
     def review(self, token: str, audience: str) -> Mapping[str, Any]:
-        """The status of a TokenReview. Raises UnavailableError when the server does not answer, or refuses to."""
+        """Return the status of a TokenReview. Raises UnavailableError if the server does not answer or refuses."""
         body = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
@@ -89,13 +94,13 @@ class KubernetesApi:
         except (OSError, ValueError) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
-            raise UnavailableError(f"the token cannot be judged: {url}: {error}") from None
+            raise UnavailableError(f"the token cannot be reviewed: {url}: {error}") from None
 
 
 class TokenReviews:
-    """Judges tokens for the experiment `name`: by their audience, and the namespace of their ServiceAccount.
+    """Reviews tokens for the experiment `name`: their audience, and the namespace of their ServiceAccount.
 
-    The audience alone would not do: whoever runs a pod, anywhere in the cluster, chooses the audience of its tokens.
+    The audience alone is not enough, because anyone who may run a pod may choose the audience of the pod's tokens.
     """
 
     def __init__(self, name: str, api: KubernetesApi) -> None:
@@ -106,12 +111,12 @@ class TokenReviews:
         self._reviewing = asyncio.Lock()
 
     async def admit(self, token: str) -> None:
-        """Return when the token is good. Raises UnauthenticatedError, PermissionDeniedError or UnavailableError."""
+        """Check that the token is valid. Raises UnauthenticatedError, PermissionDeniedError or UnavailableError."""
         digest = hashlib.sha256(token.encode()).digest()
         if self._is_known(digest):
             return
-        if self._name not in (audiences := _audiences(token)):  # it would be refused; this way we can say why
-            raise PermissionDeniedError(f"the token is for {', '.join(audiences)}; this is {self._name}")
+        if self._name not in (audiences := _audiences(token)):  # the review would also refuse it, but without a reason
+            raise PermissionDeniedError(f"the token is for {', '.join(audiences)}; this server is {self._name}")
         async with self._reviewing:
             if not self._is_known(digest):
                 self._judge(await asyncio.to_thread(self._api.review, token, self._name))
@@ -119,10 +124,10 @@ class TokenReviews:
 
     def _judge(self, status: Mapping[str, Any]) -> None:
         if not status.get("authenticated") or self._name not in status.get("audiences", ()):
-            raise UnauthenticatedError(f"the token is not good: {status.get('error', 'refused by its review')}")
+            raise UnauthenticatedError(f"the token is not valid: {status.get('error', 'its review refused it')}")
         account = str(status["user"]["username"])
         if not account.startswith(self._account):
-            raise PermissionDeniedError(f"the token is that of {account}; wanted: {self._account}*")
+            raise PermissionDeniedError(f"the token belongs to {account}; required: {self._account}*")
 
     def _is_known(self, digest: bytes) -> bool:
         return self._good_until.get(digest, 0.0) > time.monotonic()
@@ -134,10 +139,10 @@ class TokenReviews:
 
 
 def _audiences(token: str) -> Sequence[str]:
-    """For whom the token says that it is; it is not verified yet."""
+    """Return the audiences that the token claims. The token is not verified yet."""
     try:
         payload = token.split(".")[1]
         found = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["aud"]
         return [found] if isinstance(found, str) else [str(audience) for audience in found]
     except (IndexError, KeyError, TypeError, ValueError):
-        raise UnauthenticatedError("the bearer token is no ServiceAccount's token") from None
+        raise UnauthenticatedError("the bearer token is not a ServiceAccount token") from None

@@ -1,4 +1,4 @@
-"""A client channel with TLS that follows its certificate: gRPC's own never reads it again
+"""A TLS client channel that reloads its certificate. gRPC's own channel never does
 (https://github.com/grpc/grpc/issues/41779)."""
 
 import asyncio
@@ -15,47 +15,47 @@ Options = list[tuple[str, int | str]]
 
 
 class RenewedChannel(grpc.aio.Channel):
-    """Opens a new channel when the files change. Calls end on the channel on which they began."""
+    """Opens a new channel when the files change. A call ends on the channel that it began on."""
 
     def __init__(self, address: str, tls: Tls, options: Options) -> None:
         self._address = address
         self._files = CredentialFiles(tls)
-        # Whoever has the experiment's name is the right one, at whatever address.
+        # The peer must have the experiment's name in its certificate, whatever its address is.
         self._options = [*options, ("grpc.ssl_target_name_override", tls.name)]
         self._newest = self._open(self._files.newest())
         self._retired: set[_Generation] = set()
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return partial(self._call, "unary_unary", arguments, options)
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return partial(self._call, "unary_stream", arguments, options)
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return partial(self._call, "stream_unary", arguments, options)
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return partial(self._call, "stream_stream", arguments, options)
 
     async def close(self, grace: float | None = None) -> None:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         for generation in (*self._retired, self._newest):
             await generation.channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         return self._current().channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         await self._current().channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As grpc.aio.Channel."""
+        """See grpc.aio.Channel."""
         await self._current().channel.channel_ready()
 
     async def __aenter__(self) -> "RenewedChannel":
@@ -100,7 +100,7 @@ class RenewedChannel(grpc.aio.Channel):
 
 @dataclass(eq=False)
 class _Generation:
-    """The channel of one certificate."""
+    """One channel, with the certificate that it was opened with."""
 
     credentials: Credentials
     channel: grpc.aio.Channel

@@ -1,4 +1,4 @@
-"""Channels and calls. Every call has a deadline; a peer that is restarting is waited for until then."""
+"""Opens channels and makes calls. Each call has a deadline and is retried until then while the peer is unreachable."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from nexrl.rpc.status import error_from_call
 from nexrl.tls import Tls, tls_from_environment
 
 MAX_MESSAGE_BYTES = 2**31 - 1
-"""Largest message that either side takes: what protobuf can hold, for a train batch may be nearly as large."""
+"""Largest message that either side accepts: protobuf's limit, because a train batch can be nearly that large."""
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -25,7 +25,7 @@ CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.dns_min_time_between_resolutions_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Retries are ours, in `call`, where a repeated request carries the same request_id; gRPC's own would multiply them.
+    # `call` retries, with the same request_id. Retries by gRPC would multiply those.
     ("grpc.enable_retries", 0),
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
 ]
@@ -37,9 +37,10 @@ ResponseT = TypeVar("ResponseT")
 
 
 def connect(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """A channel to `address` (host:port, or dns:///name:port for every pod of a headless Service).
+    """Return a channel to `address`: host:port, or dns:///name:port for all pods of a headless Service.
 
-    With TLS as `tls` says, or else the environment (NEXRL_TLS_*). Raises InvalidArgumentError for wrong settings.
+    Uses `tls`, or else the TLS settings in the environment (NEXRL_TLS_*). Raises InvalidArgumentError if these are
+    wrong.
     """
     tls = tls or tls_from_environment()
     if tls is None:
@@ -48,22 +49,22 @@ def connect(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 
 def shows_token() -> bool:
-    """Whether this process shows a token instead of a certificate, so that other addresses are for it."""
+    """Return whether this process uses a token instead of a certificate. Then it must connect to token addresses."""
     tls = tls_from_environment()
     return tls is not None and tls.token is not None
 
 
 def new_request_id() -> str:
-    """A fresh request id: make one for each call, and keep it in the call's retries."""
+    """Return a new request id. Use a new one for each call, and the same one in retries of that call."""
     return uuid.uuid4().hex
 
 
 async def call(
     method: Callable[..., "grpc.aio.UnaryUnaryCall[Any, ResponseT]"], request: object, *, timeout_seconds: float
 ) -> ResponseT:
-    """Call `method` within `timeout_seconds`, again while the peer is away, and when it says so while it is full.
+    """Call `method`. Retry for `timeout_seconds` while the peer is unreachable, or if it is full and asks for a retry.
 
-    Raises the `NexrlError` that the server sent; `UnavailableError` or `DeadlineExceededError` when time ran out.
+    Raises the NexrlError that the server sent, or UnavailableError or DeadlineExceededError after `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     backoff_seconds = FIRST_BACKOFF_SECONDS
@@ -83,10 +84,10 @@ async def call(
 async def watch(
     method: Callable[..., "grpc.aio.UnaryStreamCall[Any, ResponseT]"], request: object, *, timeout_seconds: float = 300
 ) -> AsyncIterator[ResponseT]:
-    """Follow a server stream without end: opened again when it ends, breaks, or reaches `timeout_seconds`.
+    """Yield the messages of a server stream for ever. The stream is reopened when it ends, fails or times out.
 
-    The stream must send the whole state first, as all our Watch methods do, so that nothing is missed between two.
-    Raises errors that opening it again cannot mend.
+    The stream must send the whole state first, as all Watch methods do, so that no change is missed. Raises errors that
+    a retry cannot fix.
     """
     while True:
         try:
@@ -100,5 +101,5 @@ async def watch(
 
 
 def is_passing(error: NexrlError) -> bool:
-    """True for an error that may be gone at the next try: a peer that restarts, or a wait that was too short."""
+    """Return whether a retry may succeed: the peer was unreachable, or the deadline was too short."""
     return error.status in ("UNAVAILABLE", "DEADLINE_EXCEEDED")

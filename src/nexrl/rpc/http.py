@@ -1,20 +1,26 @@
-"""An HTTP API behind the same door as the RPCs: certificates or tokens of the experiment."""
+"""Errors and admission of HTTP servers: the statuses of nexrl.rpc.status, the callers of nexrl.rpc.admission."""
 
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from nexrl.errors import NexrlError, PermissionDeniedError, UnauthenticatedError
+from nexrl.errors import NexrlError
 from nexrl.rpc.admission import Admission
+from nexrl.rpc.status import http_status
 
 OPEN = ("/health", "/metrics")
-"""Paths that tell nobody anything, for probes and Prometheus, which have no certificate."""
+"""Paths that need no admission. Probes and Prometheus have no certificate, and these paths reveal nothing secret."""
 
-STATUS: dict[type[NexrlError], int] = {UnauthenticatedError: 401, PermissionDeniedError: 403}
+
+def error_response(error: NexrlError) -> web.Response:
+    """Return the response for `error`, with the body of an OpenAI error."""
+    status = http_status(error)
+    body = {"error": {"message": error.message, "type": type(error).__name__, "code": status}}
+    return web.json_response(body, status=status)
 
 
 def guard(application: web.Application, admission: Admission) -> None:
-    """Have `application` refuse strangers, with the body of an OpenAI error."""
+    """Make `application` refuse callers that `admission` does not admit."""
 
     @web.middleware
     async def admitted(
@@ -24,15 +30,13 @@ def guard(application: web.Application, admission: Admission) -> None:
             try:
                 await admission.admit(_names(request), request.headers.get("Authorization", ""))
             except NexrlError as error:
-                status = STATUS.get(type(error), 503)
-                body = {"error": {"message": error.message, "type": type(error).__name__, "code": status}}
-                return web.json_response(body, status=status)
+                return error_response(error)
         return await handler(request)
 
     application.middlewares.insert(0, admitted)
 
 
 def _names(request: web.Request) -> list[str]:
-    """Those of the client's certificate, which the handshake has verified."""
+    """Return the DNS names in the client's certificate, which the TLS handshake has verified."""
     certificate = (request.transport and request.transport.get_extra_info("peercert")) or {}
     return [name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"]

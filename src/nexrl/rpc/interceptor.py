@@ -1,9 +1,9 @@
-"""What every RPC passes on the server: who calls, checks of deadline and request id, request metrics, error mapping."""
+"""Guards every RPC on the server: admission, deadline, request id, metrics, and errors as statuses."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -12,10 +12,10 @@ import grpc
 from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram
 
-from nexrl.cancellation import is_called_off
 from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError, Violation
 from nexrl.rpc.admission import Admission
 from nexrl.rpc.status import status_from_error
+from nexrl.task_cancellation import is_current_task_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ EXEMPT = ("grpc.health.", "grpc.reflection.")
 HANDLED = Counter("grpc_server_handled_total", "RPCs completed.", ["grpc_service", "grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram(
     "grpc_server_handling_seconds",
-    "Time from the arrival of an RPC to its answer, waits included.",
+    "Time from the arrival of an RPC to its response, waits included.",
     ["grpc_service", "grpc_method"],
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
@@ -35,10 +35,20 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Edge: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
 
 
-class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Turns typed errors into statuses, counts and times calls, and refuses calls without a deadline or request id.
+MAKE_HANDLER: Mapping[str, Callable[..., Handler]] = {
+    "unary_unary": grpc.unary_unary_rpc_method_handler,
+    "unary_stream": grpc.unary_stream_rpc_method_handler,
+    "stream_unary": grpc.stream_unary_rpc_method_handler,
+    "stream_stream": grpc.stream_stream_rpc_method_handler,
+}
+"""How gRPC makes the handler of each kind of RPC: unary or stream request, unary or stream response."""
 
-    With an admission, also those of strangers.
+
+class EdgeInterceptor(grpc.aio.ServerInterceptor):
+    """Guards each RPC, of whatever kind, before its servicer sees it.
+
+    It maps typed errors to statuses, counts and times calls, and refuses calls without a deadline or request id. With
+    an admission, it also refuses callers that do not belong to the experiment. Health and reflection are exempt.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
@@ -54,35 +64,45 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return handler
         service, method = handler_call_details.method.lstrip("/").split("/")
         edge = partial(_edge, service=service, method=method, admission=self._admission)
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, edge), handler.request_deserializer, handler.response_serializer
-            )
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream, edge),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return handler
+        kind = "_".join("stream" if is_stream else "unary" for is_stream in _streaming(handler))
+        guard = _guard_stream if handler.response_streaming else _guard_unary
+        guarded = guard(getattr(handler, kind), edge)
+        return MAKE_HANDLER[kind](guarded, handler.request_deserializer, handler.response_serializer)
 
 
-def _unary(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
+def _streaming(handler: Handler) -> tuple[bool, bool]:
+    return handler.request_streaming, handler.response_streaming
+
+
+def _guard_unary(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> Any:
         async with edge(context):
-            _require_request_id(request)
-            return await behaviour(request, context)
+            return await behaviour(_checked(request), context)
 
     return guarded
 
 
-def _stream(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
+def _guard_stream(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         async with edge(context):
-            async for message in behaviour(request, context):
+            async for message in behaviour(_checked(request), context):
                 yield message
 
     return guarded
+
+
+def _checked(request: Any) -> Any:
+    """Return the request, or the stream of requests, after a check of each message's request id."""
+    if isinstance(request, AsyncIterable):
+        return _checked_stream(request)
+    _require_request_id(request)
+    return request
+
+
+async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        _require_request_id(request)
+        yield request
 
 
 @asynccontextmanager
@@ -97,19 +117,19 @@ async def _edge(context: Context, service: str, method: str, admission: Admissio
         code = error.status
         await _abort(context, error)
     except asyncio.CancelledError:
-        if is_called_off():  # by the client, its deadline, or the end of the drain
+        if is_current_task_cancelled():  # by the client, its deadline, or the end of the drain
             code = "CANCELLED"
             raise
-        # What the handler waited for was given up: gRPC would leave the caller without an answer until its deadline.
+        # The service cancelled what the handler awaits. Without this answer the caller would wait until its deadline.
         code = UnavailableError.status
-        await _abort(context, UnavailableError(f"{service}/{method} was given up by the service"))
+        await _abort(context, UnavailableError(f"{service}/{method} was cancelled by the service"))
     except GeneratorExit:
         code = "CANCELLED"
         raise
     except Exception:
         code = "INTERNAL"
         log.exception("%s/%s failed", service, method)
-        await _abort(context, NexrlError(f"internal error in {service}/{method}; the service's log has it"))
+        await _abort(context, NexrlError(f"internal error in {service}/{method}; see the service's log"))
     finally:
         HANDLED.labels(service, method, code).inc()
         HANDLING_SECONDS.labels(service, method).observe(time.monotonic() - began)
@@ -125,13 +145,15 @@ def _require_deadline(context: Context) -> None:
     remaining = context.time_remaining()
     if remaining is None or remaining > MAX_DEADLINE_SECONDS:
         found = "none" if remaining is None else f"{remaining:.0f} s"
-        raise InvalidArgumentError(f"deadline: {found}; every call needs one of at most {MAX_DEADLINE_SECONDS:.0f} s")
+        raise InvalidArgumentError(
+            f"deadline: {found}; every call requires one of at most {MAX_DEADLINE_SECONDS:.0f} s"
+        )
 
 
 def _require_request_id(request: Any) -> None:
-    """Without one, a repeated call would act twice."""
+    """Raise InvalidArgumentError for an empty request id: a retry of the call would act twice."""
     if "request_id" in request.DESCRIPTOR.fields_by_name and not request.request_id:
-        wrong = Violation("request_id", "empty; a text that is unique for each call, the same in its retries")
+        wrong = Violation("request_id", "empty; use a text that is unique to the call and the same in its retries")
         raise InvalidArgumentError(str(wrong), violations=[wrong])
 
 

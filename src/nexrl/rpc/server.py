@@ -1,4 +1,4 @@
-"""A service's process: gRPC server, health, reflection, /metrics, background tasks, and a bounded stop on SIGTERM."""
+"""The process of a service: gRPC server, health, reflection, /metrics, background tasks, bounded stop on SIGTERM."""
 
 import asyncio
 import logging
@@ -19,8 +19,8 @@ from prometheus_client import Gauge, start_http_server
 from nexrl import __version__
 from nexrl.activity import ActivityTracker
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
-from nexrl.memory import keep_freed_memory
-from nexrl.observability.logging import configure_logging
+from nexrl.json_logging import configure_logging
+from nexrl.malloc import keep_freed_memory
 from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
 from nexrl.rpc.http import guard
@@ -32,25 +32,28 @@ from nexrl.v1 import activity_service_pb2 as activity_pb
 
 log = logging.getLogger(__name__)
 
-BUILD_INFO = Gauge("nexrl_build_info", "1; the labels say what runs here.", ["version", "role"])
+BUILD_INFO = Gauge("nexrl_build_info", "1; the labels name version and role.", ["version", "role"])
 
 CANCEL_AGAIN_SECONDS = 0.1
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_connection_age_ms", 600_000),  # so that clients find new replicas behind a headless Service
+    (
+        "grpc.max_connection_age_ms",
+        600_000,
+    ),  # clients then resolve the name again, and find new pods of a headless Service
     ("grpc.max_connection_age_grace_ms", 60_000),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
 ]
 
 
 class ServiceProcess:
-    """Everything a service process needs besides its servicers. Not ready until `set_ready`."""
+    """The process of a service without its servicers. It is not ready until `set_ready`."""
 
     def __init__(self, role: str, settings: Settings, experiment: Experiment) -> None:
         self.role = role
@@ -78,44 +81,44 @@ class ServiceProcess:
 
     @property
     def address(self) -> str:
-        """host:port at which this process serves gRPC."""
+        """host:port that serves gRPC."""
         return f"{self.settings.advertised}:{self.port}"
 
     @property
     def token_address(self) -> str:
-        """The same for clients that show a token instead of a certificate; "" when they are not served."""
+        """host:port that serves gRPC to clients with a token instead of a certificate; "" if there is none."""
         return f"{self.settings.advertised}:{self.token_port}" if self.token_port else ""
 
     def connect(self, address: str) -> grpc.aio.Channel:
-        """A channel that is closed when the process ends."""
+        """Return a channel that is closed when the process ends."""
         channel = connect(address)
         self.on_close(channel.close)
         return channel
 
     def add(self, register: Callable[[Any, Any], None], servicer: object, service_name: str) -> None:
-        """Serve `servicer`; `service_name` is its full name, as 'nexrl.v1.ValidatorService'."""
+        """Serve `servicer`. `service_name` is its full name, for example 'nexrl.v1.ValidatorService'."""
         register(servicer, self.server)
         self._names.append(service_name)
 
     def secure_http(self, application: web.Application) -> ssl.SSLContext | None:
-        """Have `application` let in whom the RPCs let in; gives the TLS to serve it with. Nothing without TLS."""
+        """Guard `application` like the RPCs, and return the TLS context to serve it with; None without TLS."""
         if self.credentials is None or self.admission is None:
             return None
         guard(application, self.admission)
         return self.credentials.server_context()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the server. If it raises, the process stops with that error."""
+        """Run `work` in the background. If it raises, the process stops with that error."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
 
     def on_stop(self, stopper: Callable[[], Awaitable[Any]]) -> None:
-        """Call `stopper` before background work is cancelled, to finish what is in hand within `stop_seconds`."""
+        """Call `stopper` before background work is cancelled. It has `stop_seconds` to finish work in progress."""
         self._stoppers.append(stopper)
 
     def on_close(self, closer: Callable[[], Awaitable[Any]]) -> None:
-        """Call `closer` when the process ends, latest first."""
+        """Call `closer` when the process ends, in reverse order of registration."""
         self._closers.append(closer)
 
     async def set_ready(self, is_ready: bool = True) -> None:
@@ -126,13 +129,13 @@ class ServiceProcess:
             await self._health.set(name, serving if is_ready else not_serving)
 
     async def run(self, start: Callable[["ServiceProcess"], Awaitable[None]]) -> None:
-        """Serve until `stopping` is set or background work fails; then drain. Raises what failed."""
+        """Serve until `stopping` is set or background work fails, then drain. Raises the error of that work."""
         await self.set_ready(False)
         await self._health.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
         try:
             await self._health_server.start()
             await start(self)
-            await self.set_ready(self._is_ready)  # also for what was added since
+            await self.set_ready(self._is_ready)  # `start` may have added services
             if self.settings.reflection:
                 reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
             await self.server.start()
@@ -151,7 +154,7 @@ class ServiceProcess:
             try:
                 await asyncio.wait_for(stopper(), self.settings.stop_seconds)
             except Exception:
-                log.exception("work in hand could not be finished")
+                log.exception("work in progress could not be finished")
         await self._end_tasks()
         await self.activity.send_last_heartbeat()
         await self._health_server.stop(None)
@@ -159,7 +162,7 @@ class ServiceProcess:
             try:
                 await closer()
             except Exception:
-                # The others still have to end what they hold, and what made the process stop must not be hidden.
+                # The other closers must still run, and the error that stopped the process must not be replaced.
                 log.exception("closing failed")
         self._metrics_server.shutdown()
         self._metrics_server.server_close()
@@ -169,7 +172,7 @@ class ServiceProcess:
         while self._tasks and time.monotonic() < deadline:
             for task in self._tasks:
                 task.cancel()
-            # Again and again: asyncio.wait_for, which redis-py sends with, may lose a cancellation before Python 3.12
+            # Cancel repeatedly: before Python 3.12, asyncio.wait_for, which redis-py uses, may lose a cancellation
             # (https://github.com/python/cpython/issues/81839).
             await asyncio.wait(self._tasks, timeout=CANCEL_AGAIN_SECONDS)
 
@@ -181,13 +184,15 @@ class ServiceProcess:
 
     def _build_admission(self, tls: Tls) -> Admission:
         if tls.certificate is None:
-            raise InvalidArgumentError("settings: NEXRL_TLS_CERT: missing; a token is for clients, this is a service")
+            raise InvalidArgumentError(
+                "settings: NEXRL_TLS_CERT: missing; a service needs a certificate, a token is only for clients"
+            )
         if not self.settings.token_port:
             return Admission(tls)
         return Admission(tls, TokenReviews(tls.name, KubernetesApi.from_environment(os.environ)))
 
     def _bind_all(self) -> tuple[int, int, int]:
-        """The ports for everybody, for clients with a token, and for health alone; 0 for one that is not served."""
+        """Bind and return the ports for gRPC, for clients with a token, and for health only; 0 if not served."""
         settings, files = self.settings, self.credentials
         token_port = health_port = 0
         port = _bind(
@@ -195,7 +200,7 @@ class ServiceProcess:
         )
         if settings.token_port:
             if files is None:
-                raise InvalidArgumentError("settings: NEXRL_TOKEN_PORT: tokens are for TLS only (NEXRL_TLS_CERT)")
+                raise InvalidArgumentError("settings: NEXRL_TOKEN_PORT: tokens require TLS (NEXRL_TLS_CERT)")
             without = _server_credentials(files, asks_certificate=False)
             token_port = _bind(self.server, "token_port", f"{settings.host}:{settings.token_port}", without)
         if settings.health_port:
@@ -230,17 +235,17 @@ def _bind(server: grpc.aio.Server, setting: str, address: str, credentials: grpc
         return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:
         raise FailedPreconditionError(
-            f"{setting}: cannot bind {address}: the port is taken or the address is not this machine's; "
+            f"{setting}: cannot bind {address}: the port is in use, or the address is not of this machine; "
             f"choose another (NEXRL_{setting.upper()})"
         ) from None
 
 
 def _server_credentials(files: CredentialFiles, *, asks_certificate: bool) -> grpc.ServerCredentials:
-    """Credentials that follow the files. gRPC for Python cannot take a client's certificate and do without one."""
+    """Return credentials that follow the files. With gRPC for Python, a client certificate cannot be optional."""
     shown = files.newest()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Asked in each handshake, in a thread of gRPC's."""
+        """Return a new configuration if the files have changed. A thread of gRPC calls this in each handshake."""
         nonlocal shown
         if (newest := files.newest()) is shown:
             return None
@@ -249,7 +254,7 @@ def _server_credentials(files: CredentialFiles, *, asks_certificate: bool) -> gr
 
     return grpc.dynamic_ssl_server_credentials(
         _configuration(shown),
-        changed,  # type: ignore[arg-type]  # None says that nothing has changed
+        changed,  # type: ignore[arg-type]  # None: nothing has changed
         asks_certificate,
     )
 
@@ -259,7 +264,7 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
 
 
 def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -> None:
-    """The main function of every service: settings, experiment, logging, signals; exits with the error's code."""
+    """Run a service: settings, experiment, logging, signals. Exits with the exit code of the error."""
     keep_freed_memory()
     try:
         settings = load_settings()
@@ -287,7 +292,7 @@ async def _run(
 
 
 def _exit(code: int) -> None:
-    """End now: worker threads (torch, Gloo) must not hold up the end of a drained process."""
+    """Exit at once: threads of torch and Gloo must not delay the end of a drained process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

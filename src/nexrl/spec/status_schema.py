@@ -13,7 +13,7 @@ _CONDITION = {
         "type": {"type": "string", "maxLength": 64, "description": "Name of the condition."},
         "status": {"type": "string", "enum": ["True", "False", "Unknown"], "description": "Whether it holds."},
         "reason": {"type": "string", "maxLength": 128, "description": "Why, in one word."},
-        "message": {"type": "string", "maxLength": 32_768, "description": "Why, for people, and what to do."},
+        "message": {"type": "string", "maxLength": 32_768, "description": "Why, in a sentence, and what to do."},
         "lastTransitionTime": {**_TIME, "description": "When `status` changed last."},
         "observedGeneration": {**_COUNT, "description": "The metadata.generation that it is about."},
     },
@@ -21,7 +21,7 @@ _CONDITION = {
 
 _PROGRESS = {
     "type": "object",
-    "description": "How far the experiment is; renewed every 10 seconds at most.",
+    "description": "How far the experiment is; updated at most every 10 seconds.",
     "properties": {
         "step": {**_COUNT, "description": "Optimizer steps made."},
         "totalSteps": {**_COUNT, "description": "Optimizer steps asked for."},
@@ -40,21 +40,21 @@ _PROGRESS = {
 
 _AUDIT = {
     "type": "object",
-    "description": "The ledger, counted again from its records: when training had ended, or when it was asked for.",
+    "description": "The ledger, recounted from its records at the end of training, or on request.",
     "properties": {
         "request": {**_TEXT, "description": "Which request this answers: the annotation nexrl.dev/audit, or final."},
         "problem": {**_TEXT, "description": "Why it could not be counted."},
         "granted": {**_COUNT, "description": "Samples handed out."},
         "trained": {**_COUNT, "description": "Samples trained, each once."},
         "dropped": {**_COUNT, "description": "Samples dropped, for reasons that are counted."},
-        "inFlight": {**_COUNT, "description": "Samples on their way."},
-        "findings": {**_COUNT, "description": "Records that break the balance; 0 when every sample is accounted for."},
+        "inFlight": {**_COUNT, "description": "Samples in flight."},
+        "findings": {**_COUNT, "description": "Records that break the balance; 0 if every sample is accounted for."},
     },
 }
 
 STATUS_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "description": "What the operator has seen. The conditions are the interface; the phase is for people.",
+    "description": "What the operator has observed. Programs read the conditions; the phase is a summary for people.",
     "properties": {
         "observedGeneration": {**_COUNT, "description": "The metadata.generation that this status is about."},
         "phase": {
@@ -67,25 +67,25 @@ STATUS_SCHEMA: dict[str, Any] = {
             "type": "array",
             "maxItems": 16,
             "description": "Accepted, ServicesReady, TrainerReady, RolloutReady, Ready, Suspended, Stalled, "
-            "Admitted, RolloutScaleLimited, SpecChangePending, Complete, Failed.",
+            "SamplesFailing, Admitted, RolloutScaleLimited, SpecChangePending, Complete, Failed.",
             "items": _CONDITION,
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["type"],
         },
-        "startTime": {**_TIME, "description": "When it started, or was resumed last."},
-        "trainingTime": {**_TIME, "description": "When it was Running first since then."},
+        "startTime": {**_TIME, "description": "When it started, or last resumed."},
+        "trainingTime": {**_TIME, "description": "When it was first Running since then."},
         "completionTime": {**_TIME, "description": "When it became Complete or Failed."},
         "restarts": {**_COUNT, "description": "Restarts of components so far."},
         "trainerAttempt": {**_COUNT, "description": "Number of the newest trainer Job."},
         "disruptedAttempt": {
             **_COUNT,
-            "description": "Number of the last one whose pod had to leave its node; 0: none.",
+            "description": "Number of the last attempt whose pod was evicted from its node; 0: none.",
         },
         "rollout": {
             "type": "object",
-            "description": "The rollout pods; what `kubectl scale` and autoscalers look at.",
+            "description": "The rollout pods, as `kubectl scale` and autoscalers read them.",
             "properties": {
-                "replicas": {**_COUNT, "description": "Pods there are."},
+                "replicas": {**_COUNT, "description": "Pods that exist."},
                 "readyReplicas": {**_COUNT, "description": "Pods that are ready."},
                 "selector": {**_TEXT, "description": "Label selector of the pods."},
             },
@@ -102,7 +102,7 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "properties": {
                     "name": {"type": "string", "maxLength": 64, "description": "Component, as trajectory-pool."},
                     "ready": {**_COUNT, "description": "Pods that are ready."},
-                    "desired": {**_COUNT, "description": "Pods that there should be."},
+                    "desired": {**_COUNT, "description": "Pods that should exist."},
                     "revision": {
                         "type": "string",
                         "maxLength": 64,

@@ -1,4 +1,4 @@
-"""YAML with the core types of YAML 1.2: 1e-3 is a number, `no` and 2026-11-21 are text. A key occurs once."""
+"""YAML with the core types of YAML 1.2: 1e-3 is a number, `no` and 2026-11-21 are text. Duplicate keys are refused."""
 
 import re
 from typing import Any
@@ -28,17 +28,17 @@ class _Dumper(yaml.SafeDumper):
 
 
 def load(content: bytes | str) -> Any:
-    """The one document in `content`. Raises yaml.YAMLError."""
+    """Returns the only document in `content`. Raises yaml.YAMLError."""
     return yaml.load(content, Loader=_Loader)
 
 
 def dump(document: object) -> str:
-    """YAML that `load`, and readers of YAML 1.1, take for the same document."""
+    """Returns YAML that `load`, and readers of YAML 1.1, read as the same document."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # PyYAML takes these for line breaks and folds them into spaces, unless they are escaped between double quotes.
+    # PyYAML treats these as line breaks and folds them into spaces, unless they are escaped in double quotes.
     style = '"' if _UNICODE_BREAKS.intersection(text) else "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

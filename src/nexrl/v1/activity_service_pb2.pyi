@@ -30,11 +30,11 @@ class _SeverityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     SEVERITY_INFO: _Severity.ValueType  # 1
     """Worth knowing."""
     SEVERITY_WARNING: _Severity.ValueType  # 2
-    """Something was lost or repeated, and the run goes on."""
+    """Something was lost or repeated, and the run continues."""
     SEVERITY_ERROR: _Severity.ValueType  # 3
     """Work failed."""
     SEVERITY_CRITICAL: _Severity.ValueType  # 4
-    """The run cannot go on in a useful way."""
+    """The run cannot continue in a useful way."""
 
 class Severity(_Severity, metaclass=_SeverityEnumTypeWrapper):
     """How bad an error is."""
@@ -44,11 +44,11 @@ SEVERITY_UNSPECIFIED: Severity.ValueType  # 0
 SEVERITY_INFO: Severity.ValueType  # 1
 """Worth knowing."""
 SEVERITY_WARNING: Severity.ValueType  # 2
-"""Something was lost or repeated, and the run goes on."""
+"""Something was lost or repeated, and the run continues."""
 SEVERITY_ERROR: Severity.ValueType  # 3
 """Work failed."""
 SEVERITY_CRITICAL: Severity.ValueType  # 4
-"""The run cannot go on in a useful way."""
+"""The run cannot continue in a useful way."""
 Global___Severity: typing_extensions.TypeAlias = Severity
 
 @typing.final
@@ -103,9 +103,9 @@ class Module(google.protobuf.message.Message):
     metrics_url: builtins.str
     """Its HTTP address for /metrics; empty when it serves none."""
     silent_seconds: builtins.float
-    """Seconds since it was last heard of."""
+    """Seconds since its last heartbeat."""
     alive: builtins.bool
-    """True while it was heard of within the experiment's health timeout."""
+    """True if its last heartbeat is not older than the experiment's health timeout."""
     @property
     def work(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Work]:
         """What it does."""
@@ -134,7 +134,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     MODULE_FIELD_NUMBER: builtins.int
     ENDS_FIELD_NUMBER: builtins.int
     ends: builtins.bool
-    """True for the last one: the module ends in order, and its silence from now on is no error."""
+    """True for the last heartbeat: the module stops on purpose, so missing heartbeats are not an error from now on."""
     @property
     def module(self) -> Global___Module:
         """The module; silent_seconds and alive are ignored."""
@@ -255,7 +255,7 @@ class WaitQuiescentRequest(google.protobuf.message.Message):
     ROLLOUT_ONLY_FIELD_NUMBER: builtins.int
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
     rollout_only: builtins.bool
-    """True to look at rollout workers only."""
+    """True to consider rollout workers only."""
     wait_seconds: builtins.float
     """How long to wait, in seconds; 0 asks and does not wait."""
     def __init__(
@@ -318,7 +318,7 @@ class ErrorReport(google.protobuf.message.Message):
     EXCEPTION_TYPE_FIELD_NUMBER: builtins.int
     EXCEPTION_TRACEBACK_FIELD_NUMBER: builtins.int
     error_id: builtins.str
-    """Given by the service."""
+    """Chosen by the service."""
     unix_seconds: builtins.float
     """Unix time in seconds."""
     module: builtins.str
@@ -493,7 +493,7 @@ class GetActivityResponse(google.protobuf.message.Message):
     """Reports of severity WARNING among the last five minutes."""
     @property
     def modules(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Module]:
-        """All modules ever heard of."""
+        """All modules that have ever sent a heartbeat."""
 
     @property
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ErrorReport]:

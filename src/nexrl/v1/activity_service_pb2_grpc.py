@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ActivityServiceStub(object):
-    """Who is alive, what each module is doing, what it waits on, what went wrong, and how training goes.
+    """Heartbeats of all modules, their work in flight and what it waits on, errors, and training metrics.
     """
 
     def __init__(self, channel):
@@ -73,25 +73,25 @@ class ActivityServiceStub(object):
 
 
 class ActivityServiceServicer(object):
-    """Who is alive, what each module is doing, what it waits on, what went wrong, and how training goes.
+    """Heartbeats of all modules, their work in flight and what it waits on, errors, and training metrics.
     """
 
     def Heartbeat(self, request, context):
-        """Enters a module, or tells that it is alive with what it does now; work that is no longer listed has ended.
+        """Registers a module, or reports that it is alive, with all its work in flight. Work that is no longer listed has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartWork(self, request, context):
-        """Begins one piece of work of a module.
+        """Records that a module has started one piece of work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndWork(self, request, context):
-        """Ends it; an unknown token is ignored.
+        """Records that a piece of work has ended; an unknown token is ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ def add_ActivityServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ActivityService(object):
-    """Who is alive, what each module is doing, what it waits on, what went wrong, and how training goes.
+    """Heartbeats of all modules, their work in flight and what it waits on, errors, and training metrics.
     """
 
     @staticmethod

@@ -138,7 +138,7 @@ _ActivityServiceGetActivityType = typing_extensions.TypeVar(
 )
 
 class ActivityServiceStub(typing.Generic[_ActivityServiceHeartbeatType, _ActivityServiceStartWorkType, _ActivityServiceEndWorkType, _ActivityServiceWaitQuiescentType, _ActivityServiceReportErrorType, _ActivityServicePostMetricsType, _ActivityServiceGetActivityType]):
-    """Who is alive, what each module is doing, what it waits on, what went wrong, and how training goes."""
+    """Heartbeats of all modules, their work in flight and what it waits on, errors, and training metrics."""
 
     @typing.overload
     def __init__(self: ActivityServiceStub[
@@ -205,13 +205,13 @@ class ActivityServiceStub(typing.Generic[_ActivityServiceHeartbeatType, _Activit
     ], channel: grpc.aio.Channel) -> None: ...
 
     Heartbeat: _ActivityServiceHeartbeatType
-    """Enters a module, or tells that it is alive with what it does now; work that is no longer listed has ended."""
+    """Registers a module, or reports that it is alive, with all its work in flight. Work that is no longer listed has ended."""
 
     StartWork: _ActivityServiceStartWorkType
-    """Begins one piece of work of a module."""
+    """Records that a module has started one piece of work."""
 
     EndWork: _ActivityServiceEndWorkType
-    """Ends it; an unknown token is ignored."""
+    """Records that a piece of work has ended; an unknown token is ignored."""
 
     WaitQuiescent: _ActivityServiceWaitQuiescentType
     """Waits until nothing is in flight, in all modules or in the rollout workers, or the wait is over."""
@@ -257,7 +257,7 @@ ActivityServiceAsyncStub: typing_extensions.TypeAlias = ActivityServiceStub[
 ]
 
 class ActivityServiceServicer(metaclass=abc.ABCMeta):
-    """Who is alive, what each module is doing, what it waits on, what went wrong, and how training goes."""
+    """Heartbeats of all modules, their work in flight and what it waits on, errors, and training metrics."""
 
     @abc.abstractmethod
     def Heartbeat(
@@ -265,7 +265,7 @@ class ActivityServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.activity_service_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.activity_service_pb2.HeartbeatResponse, collections.abc.Awaitable[nexrl.v1.activity_service_pb2.HeartbeatResponse]]:
-        """Enters a module, or tells that it is alive with what it does now; work that is no longer listed has ended."""
+        """Registers a module, or reports that it is alive, with all its work in flight. Work that is no longer listed has ended."""
 
     @abc.abstractmethod
     def StartWork(
@@ -273,7 +273,7 @@ class ActivityServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.activity_service_pb2.StartWorkRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.activity_service_pb2.StartWorkResponse, collections.abc.Awaitable[nexrl.v1.activity_service_pb2.StartWorkResponse]]:
-        """Begins one piece of work of a module."""
+        """Records that a module has started one piece of work."""
 
     @abc.abstractmethod
     def EndWork(
@@ -281,7 +281,7 @@ class ActivityServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.activity_service_pb2.EndWorkRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.activity_service_pb2.EndWorkResponse, collections.abc.Awaitable[nexrl.v1.activity_service_pb2.EndWorkResponse]]:
-        """Ends it; an unknown token is ignored."""
+        """Records that a piece of work has ended; an unknown token is ignored."""
 
     @abc.abstractmethod
     def WaitQuiescent(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!nexrl/v1/controller_service.proto\x12\x08nexrl.v1\"\xa7\x01\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x30\n\x07metrics\x18\x04 \x03(\x0b\x32\x1f.nexrl.v1.Progress.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xaf\x01\n\nExperiment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x05phase\x18\x02 \x01(\x0e\x32\x0f.nexrl.v1.Phase\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12$\n\x08progress\x18\x05 \x01(\x0b\x32\x12.nexrl.v1.Progress\x12\x1a\n\x12start_unix_seconds\x18\x06 \x01(\x01\x12\x10\n\x08restarts\x18\x07 \x01(\x05\"\x16\n\x14GetExperimentRequest\"A\n\x15GetExperimentResponse\x12(\n\nexperiment\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.Experiment\"\x18\n\x16WatchExperimentRequest\"C\n\x17WatchExperimentResponse\x12(\n\nexperiment\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.Experiment\";\n\x15StopExperimentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x16StopExperimentResponse\"_\n\x11ReportExitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tcomponent\x18\x02 \x01(\t\x12\x11\n\texit_code\x18\x03 \x01(\x05\x12\x10\n\x08log_tail\x18\x04 \x01(\t\"<\n\x12ReportExitResponse\x12\x0f\n\x07restart\x18\x01 \x01(\x08\x12\x15\n\rdelay_seconds\x18\x02 \x01(\x01*\xd4\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PENDING\x10\x01\x12\x12\n\x0ePHASE_STARTING\x10\x02\x12\x11\n\rPHASE_RUNNING\x10\x03\x12\x14\n\x10PHASE_VALIDATING\x10\x04\x12\x12\n\x0ePHASE_STOPPING\x10\x05\x12\x13\n\x0fPHASE_SUCCEEDED\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x12\x13\n\x0fPHASE_SUSPENDED\x10\x08\x12\x14\n\x10PHASE_RESTARTING\x10\t2\xdd\x02\n\x11\x43ontrollerService\x12P\n\rGetExperiment\x12\x1e.nexrl.v1.GetExperimentRequest\x1a\x1f.nexrl.v1.GetExperimentResponse\x12X\n\x0fWatchExperiment\x12 .nexrl.v1.WatchExperimentRequest\x1a!.nexrl.v1.WatchExperimentResponse0\x01\x12S\n\x0eStopExperiment\x12\x1f.nexrl.v1.StopExperimentRequest\x1a .nexrl.v1.StopExperimentResponse\x12G\n\nReportExit\x12\x1b.nexrl.v1.ReportExitRequest\x1a\x1c.nexrl.v1.ReportExitResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!nexrl/v1/controller_service.proto\x12\x08nexrl.v1\"\xa7\x01\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x30\n\x07metrics\x18\x04 \x03(\x0b\x32\x1f.nexrl.v1.Progress.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc8\x01\n\nExperiment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x05phase\x18\x02 \x01(\x0e\x32\x0f.nexrl.v1.Phase\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12$\n\x08progress\x18\x05 \x01(\x0b\x32\x12.nexrl.v1.Progress\x12\x1a\n\x12start_unix_seconds\x18\x06 \x01(\x01\x12\x10\n\x08restarts\x18\x07 \x01(\x05\x12\x17\n\x0f\x66\x61iling_samples\x18\x08 \x01(\t\"\x16\n\x14GetExperimentRequest\"A\n\x15GetExperimentResponse\x12(\n\nexperiment\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.Experiment\"\x18\n\x16WatchExperimentRequest\"C\n\x17WatchExperimentResponse\x12(\n\nexperiment\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.Experiment\";\n\x15StopExperimentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x16StopExperimentResponse\"_\n\x11ReportExitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tcomponent\x18\x02 \x01(\t\x12\x11\n\texit_code\x18\x03 \x01(\x05\x12\x10\n\x08log_tail\x18\x04 \x01(\t\"<\n\x12ReportExitResponse\x12\x0f\n\x07restart\x18\x01 \x01(\x08\x12\x15\n\rdelay_seconds\x18\x02 \x01(\x01*\xd4\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PENDING\x10\x01\x12\x12\n\x0ePHASE_STARTING\x10\x02\x12\x11\n\rPHASE_RUNNING\x10\x03\x12\x14\n\x10PHASE_VALIDATING\x10\x04\x12\x12\n\x0ePHASE_STOPPING\x10\x05\x12\x13\n\x0fPHASE_SUCCEEDED\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x12\x13\n\x0fPHASE_SUSPENDED\x10\x08\x12\x14\n\x10PHASE_RESTARTING\x10\t2\xdd\x02\n\x11\x43ontrollerService\x12P\n\rGetExperiment\x12\x1e.nexrl.v1.GetExperimentRequest\x1a\x1f.nexrl.v1.GetExperimentResponse\x12X\n\x0fWatchExperiment\x12 .nexrl.v1.WatchExperimentRequest\x1a!.nexrl.v1.WatchExperimentResponse0\x01\x12S\n\x0eStopExperiment\x12\x1f.nexrl.v1.StopExperimentRequest\x1a .nexrl.v1.StopExperimentResponse\x12G\n\nReportExit\x12\x1b.nexrl.v1.ReportExitRequest\x1a\x1c.nexrl.v1.ReportExitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROGRESS_METRICSENTRY']._loaded_options = None
   _globals['_PROGRESS_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_PHASE']._serialized_start=828
-  _globals['_PHASE']._serialized_end=1040
+  _globals['_PHASE']._serialized_start=853
+  _globals['_PHASE']._serialized_end=1065
   _globals['_PROGRESS']._serialized_start=48
   _globals['_PROGRESS']._serialized_end=215
   _globals['_PROGRESS_METRICSENTRY']._serialized_start=169
   _globals['_PROGRESS_METRICSENTRY']._serialized_end=215
   _globals['_EXPERIMENT']._serialized_start=218
-  _globals['_EXPERIMENT']._serialized_end=393
-  _globals['_GETEXPERIMENTREQUEST']._serialized_start=395
-  _globals['_GETEXPERIMENTREQUEST']._serialized_end=417
-  _globals['_GETEXPERIMENTRESPONSE']._serialized_start=419
-  _globals['_GETEXPERIMENTRESPONSE']._serialized_end=484
-  _globals['_WATCHEXPERIMENTREQUEST']._serialized_start=486
-  _globals['_WATCHEXPERIMENTREQUEST']._serialized_end=510
-  _globals['_WATCHEXPERIMENTRESPONSE']._serialized_start=512
-  _globals['_WATCHEXPERIMENTRESPONSE']._serialized_end=579
-  _globals['_STOPEXPERIMENTREQUEST']._serialized_start=581
-  _globals['_STOPEXPERIMENTREQUEST']._serialized_end=640
-  _globals['_STOPEXPERIMENTRESPONSE']._serialized_start=642
-  _globals['_STOPEXPERIMENTRESPONSE']._serialized_end=666
-  _globals['_REPORTEXITREQUEST']._serialized_start=668
-  _globals['_REPORTEXITREQUEST']._serialized_end=763
-  _globals['_REPORTEXITRESPONSE']._serialized_start=765
-  _globals['_REPORTEXITRESPONSE']._serialized_end=825
-  _globals['_CONTROLLERSERVICE']._serialized_start=1043
-  _globals['_CONTROLLERSERVICE']._serialized_end=1392
+  _globals['_EXPERIMENT']._serialized_end=418
+  _globals['_GETEXPERIMENTREQUEST']._serialized_start=420
+  _globals['_GETEXPERIMENTREQUEST']._serialized_end=442
+  _globals['_GETEXPERIMENTRESPONSE']._serialized_start=444
+  _globals['_GETEXPERIMENTRESPONSE']._serialized_end=509
+  _globals['_WATCHEXPERIMENTREQUEST']._serialized_start=511
+  _globals['_WATCHEXPERIMENTREQUEST']._serialized_end=535
+  _globals['_WATCHEXPERIMENTRESPONSE']._serialized_start=537
+  _globals['_WATCHEXPERIMENTRESPONSE']._serialized_end=604
+  _globals['_STOPEXPERIMENTREQUEST']._serialized_start=606
+  _globals['_STOPEXPERIMENTREQUEST']._serialized_end=665
+  _globals['_STOPEXPERIMENTRESPONSE']._serialized_start=667
+  _globals['_STOPEXPERIMENTRESPONSE']._serialized_end=691
+  _globals['_REPORTEXITREQUEST']._serialized_start=693
+  _globals['_REPORTEXITREQUEST']._serialized_end=788
+  _globals['_REPORTEXITRESPONSE']._serialized_start=790
+  _globals['_REPORTEXITRESPONSE']._serialized_end=850
+  _globals['_CONTROLLERSERVICE']._serialized_start=1068
+  _globals['_CONTROLLERSERVICE']._serialized_end=1417
 # @@protoc_insertion_point(module_scope)

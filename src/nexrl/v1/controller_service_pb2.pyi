@@ -30,19 +30,19 @@ class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     PHASE_PENDING: _Phase.ValueType  # 1
     """Accepted; nothing runs yet."""
     PHASE_STARTING: _Phase.ValueType  # 2
-    """Components start."""
+    """Components are starting."""
     PHASE_RUNNING: _Phase.ValueType  # 3
     """Training."""
     PHASE_VALIDATING: _Phase.ValueType  # 4
     """A committed version is being measured."""
     PHASE_STOPPING: _Phase.ValueType  # 5
-    """Components come to an end."""
+    """Components are stopping."""
     PHASE_SUCCEEDED: _Phase.ValueType  # 6
     """All steps were made."""
     PHASE_FAILED: _Phase.ValueType  # 7
     """Ended before all steps were made; the reason says why."""
     PHASE_SUSPENDED: _Phase.ValueType  # 8
-    """Called to rest by the user; goes on from the last checkpoint."""
+    """Suspended by the user; continues from the last checkpoint."""
     PHASE_RESTARTING: _Phase.ValueType  # 9
     """Components start again after a failure."""
 
@@ -54,19 +54,19 @@ PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_PENDING: Phase.ValueType  # 1
 """Accepted; nothing runs yet."""
 PHASE_STARTING: Phase.ValueType  # 2
-"""Components start."""
+"""Components are starting."""
 PHASE_RUNNING: Phase.ValueType  # 3
 """Training."""
 PHASE_VALIDATING: Phase.ValueType  # 4
 """A committed version is being measured."""
 PHASE_STOPPING: Phase.ValueType  # 5
-"""Components come to an end."""
+"""Components are stopping."""
 PHASE_SUCCEEDED: Phase.ValueType  # 6
 """All steps were made."""
 PHASE_FAILED: Phase.ValueType  # 7
 """Ended before all steps were made; the reason says why."""
 PHASE_SUSPENDED: Phase.ValueType  # 8
-"""Called to rest by the user; goes on from the last checkpoint."""
+"""Suspended by the user; continues from the last checkpoint."""
 PHASE_RESTARTING: Phase.ValueType  # 9
 """Components start again after a failure."""
 Global___Phase: typing_extensions.TypeAlias = Phase
@@ -132,6 +132,7 @@ class Experiment(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     START_UNIX_SECONDS_FIELD_NUMBER: builtins.int
     RESTARTS_FIELD_NUMBER: builtins.int
+    FAILING_SAMPLES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name."""
     phase: Global___Phase.ValueType
@@ -144,6 +145,8 @@ class Experiment(google.protobuf.message.Message):
     """Unix time in seconds at which it began."""
     restarts: builtins.int
     """Restarts of components so far."""
+    failing_samples: builtins.str
+    """What share of the attempts at samples fails, the last failure and what to do, for people; empty while few fail."""
     @property
     def progress(self) -> Global___Progress:
         """How far it is."""
@@ -158,9 +161,10 @@ class Experiment(google.protobuf.message.Message):
         progress: Global___Progress | None = ...,
         start_unix_seconds: builtins.float = ...,
         restarts: builtins.int = ...,
+        failing_samples: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "name", b"name", "phase", b"phase", "progress", b"progress", "reason", b"reason", "restarts", b"restarts", "start_unix_seconds", b"start_unix_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failing_samples", b"failing_samples", "message", b"message", "name", b"name", "phase", b"phase", "progress", b"progress", "reason", b"reason", "restarts", b"restarts", "start_unix_seconds", b"start_unix_seconds"]) -> None: ...
 
 Global___Experiment: typing_extensions.TypeAlias = Experiment
 
@@ -305,7 +309,7 @@ class ReportExitResponse(google.protobuf.message.Message):
     restart: builtins.bool
     """True to start the component again; false when the experiment fails."""
     delay_seconds: builtins.float
-    """Seconds to wait before."""
+    """Seconds to wait before that start."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControllerServiceStub(object):
-    """The lifecycle of one experiment. Its state is kept in Redis: a restarted controller goes on where the last one was.
+    """The lifecycle of one experiment. Its state is kept in Redis, so a restarted controller continues where the last one stopped.
     """
 
     def __init__(self, channel):
@@ -58,7 +58,7 @@ class ControllerServiceStub(object):
 
 
 class ControllerServiceServicer(object):
-    """The lifecycle of one experiment. Its state is kept in Redis: a restarted controller goes on where the last one was.
+    """The lifecycle of one experiment. Its state is kept in Redis, so a restarted controller continues where the last one stopped.
     """
 
     def GetExperiment(self, request, context):
@@ -83,7 +83,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """Tells the controller that a component's process has ended; answers what to do about it.
+        """Reports that a component's process has ended; the answer says whether to start it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_ControllerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControllerService(object):
-    """The lifecycle of one experiment. Its state is kept in Redis: a restarted controller goes on where the last one was.
+    """The lifecycle of one experiment. Its state is kept in Redis, so a restarted controller continues where the last one stopped.
     """
 
     @staticmethod

@@ -90,7 +90,7 @@ _ControllerServiceReportExitType = typing_extensions.TypeVar(
 )
 
 class ControllerServiceStub(typing.Generic[_ControllerServiceGetExperimentType, _ControllerServiceWatchExperimentType, _ControllerServiceStopExperimentType, _ControllerServiceReportExitType]):
-    """The lifecycle of one experiment. Its state is kept in Redis: a restarted controller goes on where the last one was."""
+    """The lifecycle of one experiment. Its state is kept in Redis, so a restarted controller continues where the last one stopped."""
 
     @typing.overload
     def __init__(self: ControllerServiceStub[
@@ -142,7 +142,7 @@ class ControllerServiceStub(typing.Generic[_ControllerServiceGetExperimentType, 
     """Ends the experiment: a last checkpoint, then every component stops."""
 
     ReportExit: _ControllerServiceReportExitType
-    """Tells the controller that a component's process has ended; answers what to do about it."""
+    """Reports that a component's process has ended; the answer says whether to start it again."""
 
 ControllerServiceAsyncStub: typing_extensions.TypeAlias = ControllerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -164,7 +164,7 @@ ControllerServiceAsyncStub: typing_extensions.TypeAlias = ControllerServiceStub[
 ]
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
-    """The lifecycle of one experiment. Its state is kept in Redis: a restarted controller goes on where the last one was."""
+    """The lifecycle of one experiment. Its state is kept in Redis, so a restarted controller continues where the last one stopped."""
 
     @abc.abstractmethod
     def GetExperiment(
@@ -196,6 +196,6 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.controller_service_pb2.ReportExitRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.controller_service_pb2.ReportExitResponse, collections.abc.Awaitable[nexrl.v1.controller_service_pb2.ReportExitResponse]]:
-        """Tells the controller that a component's process has ended; answers what to do about it."""
+        """Reports that a component's process has ended; the answer says whether to start it again."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -31,7 +31,7 @@ class _TaskPositionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     TASK_POSITION_FRONT: _TaskPosition.ValueType  # 1
     """Granted next."""
     TASK_POSITION_BACK: _TaskPosition.ValueType  # 2
-    """Granted after all tasks that were added before, and before the data set goes on."""
+    """Granted after all tasks that were added earlier, and before the next item of the data set."""
 
 class TaskPosition(_TaskPosition, metaclass=_TaskPositionEnumTypeWrapper):
     """Where AddTask puts a task."""
@@ -41,7 +41,7 @@ TASK_POSITION_UNSPECIFIED: TaskPosition.ValueType  # 0
 TASK_POSITION_FRONT: TaskPosition.ValueType  # 1
 """Granted next."""
 TASK_POSITION_BACK: TaskPosition.ValueType  # 2
-"""Granted after all tasks that were added before, and before the data set goes on."""
+"""Granted after all tasks that were added earlier, and before the next item of the data set."""
 Global___TaskPosition: typing_extensions.TypeAlias = TaskPosition
 
 @typing.final
@@ -61,7 +61,7 @@ class LeaseTasksRequest(google.protobuf.message.Message):
     model_tag: builtins.str
     """Names the trained model."""
     worker_id: builtins.str
-    """Who holds the lease; appears in logs and in the activity view."""
+    """The worker that holds the lease; appears in logs and in the activity view."""
     max_samples: builtins.int
     """Most samples to grant, at least 1. Whole groups are granted where they fit."""
     lease_seconds: builtins.float
@@ -92,7 +92,7 @@ class LeaseTasksResponse(google.protobuf.message.Message):
     EXHAUSTED_FIELD_NUMBER: builtins.int
     WAITING_ON_FIELD_NUMBER: builtins.int
     exhausted: builtins.bool
-    """True when nothing is left to grant and nothing granted can come back."""
+    """True when nothing is left to grant, and no granted sample can become open again."""
     waiting_on: builtins.str
     """Why nothing was granted: "credit", "validation", "data", "stopped"; empty when something was."""
     @property
@@ -184,7 +184,7 @@ class ReturnSamplesRequest(google.protobuf.message.Message):
     """What the samples are for."""
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.trajectory_pb2.SampleLease]:
-        """The leases to give back."""
+        """The leases to return."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class ReturnSamplesResponse(google.protobuf.message.Message):
 
     RETURNED_FIELD_NUMBER: builtins.int
     returned: builtins.int
-    """How many leases were given back; the others had been lost before."""
+    """Number of leases returned; the others had already been lost."""
     def __init__(
         self,
         *,
@@ -231,7 +231,7 @@ class AddTaskRequest(google.protobuf.message.Message):
     model_tag: builtins.str
     """Names the trained model."""
     position: Global___TaskPosition.ValueType
-    """Ahead of or behind the other added tasks."""
+    """Before or after the other added tasks."""
     @property
     def task(self) -> nexrl.v1.trajectory_pb2.Task:
         """The task to add."""
@@ -384,9 +384,9 @@ class GetDataLoaderStateResponse(google.protobuf.message.Message):
     cursor: builtins.int
     """Items granted so far, over all epochs."""
     remaining: builtins.int
-    """Items left to grant; -1 when the epochs are without end."""
+    """Items left to grant; -1 when the number of epochs is unlimited."""
     finished: builtins.bool
-    """True when nothing is left to grant and nothing granted can come back."""
+    """True when nothing is left to grant, and no granted sample can become open again."""
     can_lease: builtins.bool
     """True when LeaseTasks would grant at least one sample now."""
     def __init__(

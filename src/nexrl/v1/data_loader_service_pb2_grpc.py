@@ -97,14 +97,14 @@ class DataLoaderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReturnSamples(self, request, context):
-        """Gives samples back unattempted, to be granted again at once and without counting as an attempt.
+        """Returns samples that were not attempted. They can be granted again at once, and no attempt is counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddTask(self, request, context):
-        """Adds a task ahead of, or behind, all others.
+        """Adds a task before or after the other added tasks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +125,7 @@ class DataLoaderServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetDataLoaderState(self, request, context):
-        """Tells how far the data is.
+        """Returns the position in the data, and whether any is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

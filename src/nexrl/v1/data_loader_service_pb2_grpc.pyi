@@ -215,10 +215,10 @@ class DataLoaderServiceStub(typing.Generic[_DataLoaderServiceLeaseTasksType, _Da
     """Moves the deadline of leases that are still held."""
 
     ReturnSamples: _DataLoaderServiceReturnSamplesType
-    """Gives samples back unattempted, to be granted again at once and without counting as an attempt."""
+    """Returns samples that were not attempted. They can be granted again at once, and no attempt is counted."""
 
     AddTask: _DataLoaderServiceAddTaskType
-    """Adds a task ahead of, or behind, all others."""
+    """Adds a task before or after the other added tasks."""
 
     GetTask: _DataLoaderServiceGetTaskType
     """Reads one item of the data set by its index, without granting it."""
@@ -227,7 +227,7 @@ class DataLoaderServiceStub(typing.Generic[_DataLoaderServiceLeaseTasksType, _Da
     """Starts the data again at its first item. Samples already granted keep their leases."""
 
     GetDataLoaderState: _DataLoaderServiceGetDataLoaderStateType
-    """Tells how far the data is."""
+    """Returns the position in the data, and whether any is left."""
 
 DataLoaderServiceAsyncStub: typing_extensions.TypeAlias = DataLoaderServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -289,7 +289,7 @@ class DataLoaderServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.data_loader_service_pb2.ReturnSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.data_loader_service_pb2.ReturnSamplesResponse, collections.abc.Awaitable[nexrl.v1.data_loader_service_pb2.ReturnSamplesResponse]]:
-        """Gives samples back unattempted, to be granted again at once and without counting as an attempt."""
+        """Returns samples that were not attempted. They can be granted again at once, and no attempt is counted."""
 
     @abc.abstractmethod
     def AddTask(
@@ -297,7 +297,7 @@ class DataLoaderServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.data_loader_service_pb2.AddTaskRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.data_loader_service_pb2.AddTaskResponse, collections.abc.Awaitable[nexrl.v1.data_loader_service_pb2.AddTaskResponse]]:
-        """Adds a task ahead of, or behind, all others."""
+        """Adds a task before or after the other added tasks."""
 
     @abc.abstractmethod
     def GetTask(
@@ -321,6 +321,6 @@ class DataLoaderServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.data_loader_service_pb2.GetDataLoaderStateRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.data_loader_service_pb2.GetDataLoaderStateResponse, collections.abc.Awaitable[nexrl.v1.data_loader_service_pb2.GetDataLoaderStateResponse]]:
-        """Tells how far the data is."""
+        """Returns the position in the data, and whether any is left."""
 
 def add_DataLoaderServiceServicer_to_server(servicer: DataLoaderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from nexrl.v1 import policy_pb2 as nexrl_dot_v1_dot_policy__pb2
 from nexrl.v1 import trajectory_pb2 as nexrl_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n nexrl/v1/inference_service.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/policy.proto\x1a\x19nexrl/v1/trajectory.proto\"\xea\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\x05\x42\x02\x10\x01\x12\t\n\x01n\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\x1a\n\x0estop_token_ids\x18\t \x03(\x05\x42\x02\x10\x01\x12\x11\n\x05seeds\x18\n \x03(\x03\x42\x02\x10\x01\x12\x14\n\x0c\x64rawn_tokens\x18\x0b \x01(\x05J\x04\x08\x08\x10\tR\x04seed\"\x94\x01\n\x13GeneratedCompletion\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x14\n\x08logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x1b\n\x0fpolicy_versions\x18\x03 \x03(\x03\x42\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1c\n\x04\x64raw\x18\x05 \x01(\x0b\x32\x0e.nexrl.v1.Draw\"F\n\x10GenerateResponse\x12\x32\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32\x1d.nexrl.v1.GeneratedCompletion\"~\n\x15ReceiveWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12(\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.nexrl.v1.Rendezvous\x12*\n\x08manifest\x18\x03 \x01(\x0b\x32\x18.nexrl.v1.WeightManifest\"(\n\x16ReceiveWeightsResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"?\n\x14\x43ommitWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x17\n\x15\x43ommitWeightsResponse\"\x18\n\x16GetReplicaStateRequest\"n\n\x17GetReplicaStateResponse\x12\"\n\x07replica\x18\x01 \x01(\x0b\x32\x11.nexrl.v1.Replica\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x0e\n\x06queued\x18\x04 \x01(\x05\x32\xd4\x02\n\x10InferenceService\x12\x41\n\x08Generate\x12\x19.nexrl.v1.GenerateRequest\x1a\x1a.nexrl.v1.GenerateResponse\x12S\n\x0eReceiveWeights\x12\x1f.nexrl.v1.ReceiveWeightsRequest\x1a .nexrl.v1.ReceiveWeightsResponse\x12P\n\rCommitWeights\x12\x1e.nexrl.v1.CommitWeightsRequest\x1a\x1f.nexrl.v1.CommitWeightsResponse\x12V\n\x0fGetReplicaState\x12 .nexrl.v1.GetReplicaStateRequest\x1a!.nexrl.v1.GetReplicaStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n nexrl/v1/inference_service.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/policy.proto\x1a\x19nexrl/v1/trajectory.proto\"\xf8\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\x05\x42\x02\x10\x01\x12\t\n\x01n\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x13\n\x0btemperature\x18\x05 \x01(\x01\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\x1a\n\x0estop_token_ids\x18\t \x03(\x05\x42\x02\x10\x01\x12\x11\n\x05seeds\x18\n \x03(\x03\x42\x02\x10\x01\x12\x14\n\x0c\x64rawn_tokens\x18\x0b \x01(\x05\x12\x0c\n\x04stop\x18\x0c \x03(\tJ\x04\x08\x08\x10\tR\x04seed\"\x94\x01\n\x13GeneratedCompletion\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x14\n\x08logprobs\x18\x02 \x03(\x02\x42\x02\x10\x01\x12\x1b\n\x0fpolicy_versions\x18\x03 \x03(\x03\x42\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x1c\n\x04\x64raw\x18\x05 \x01(\x0b\x32\x0e.nexrl.v1.Draw\"F\n\x10GenerateResponse\x12\x32\n\x0b\x63ompletions\x18\x01 \x03(\x0b\x32\x1d.nexrl.v1.GeneratedCompletion\"~\n\x15ReceiveWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12(\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.nexrl.v1.Rendezvous\x12*\n\x08manifest\x18\x03 \x01(\x0b\x32\x18.nexrl.v1.WeightManifest\"(\n\x16ReceiveWeightsResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"?\n\x14\x43ommitWeightsRequest\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x17\n\x15\x43ommitWeightsResponse\"\x18\n\x16GetReplicaStateRequest\"n\n\x17GetReplicaStateResponse\x12\"\n\x07replica\x18\x01 \x01(\x0b\x32\x11.nexrl.v1.Replica\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x0e\n\x06queued\x18\x04 \x01(\x05\x32\xd4\x02\n\x10InferenceService\x12\x41\n\x08Generate\x12\x19.nexrl.v1.GenerateRequest\x1a\x1a.nexrl.v1.GenerateResponse\x12S\n\x0eReceiveWeights\x12\x1f.nexrl.v1.ReceiveWeightsRequest\x1a .nexrl.v1.ReceiveWeightsResponse\x12P\n\rCommitWeights\x12\x1e.nexrl.v1.CommitWeightsRequest\x1a\x1f.nexrl.v1.CommitWeightsResponse\x12V\n\x0fGetReplicaState\x12 .nexrl.v1.GetReplicaStateRequest\x1a!.nexrl.v1.GetReplicaStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,23 +46,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEDCOMPLETION'].fields_by_name['policy_versions']._loaded_options = None
   _globals['_GENERATEDCOMPLETION'].fields_by_name['policy_versions']._serialized_options = b'\020\001'
   _globals['_GENERATEREQUEST']._serialized_start=97
-  _globals['_GENERATEREQUEST']._serialized_end=331
-  _globals['_GENERATEDCOMPLETION']._serialized_start=334
-  _globals['_GENERATEDCOMPLETION']._serialized_end=482
-  _globals['_GENERATERESPONSE']._serialized_start=484
-  _globals['_GENERATERESPONSE']._serialized_end=554
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=556
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=682
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=684
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=724
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=726
-  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=789
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=791
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=814
-  _globals['_GETREPLICASTATEREQUEST']._serialized_start=816
-  _globals['_GETREPLICASTATEREQUEST']._serialized_end=840
-  _globals['_GETREPLICASTATERESPONSE']._serialized_start=842
-  _globals['_GETREPLICASTATERESPONSE']._serialized_end=952
-  _globals['_INFERENCESERVICE']._serialized_start=955
-  _globals['_INFERENCESERVICE']._serialized_end=1295
+  _globals['_GENERATEREQUEST']._serialized_end=345
+  _globals['_GENERATEDCOMPLETION']._serialized_start=348
+  _globals['_GENERATEDCOMPLETION']._serialized_end=496
+  _globals['_GENERATERESPONSE']._serialized_start=498
+  _globals['_GENERATERESPONSE']._serialized_end=568
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=570
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=696
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=698
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=738
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_start=740
+  _globals['_COMMITWEIGHTSREQUEST']._serialized_end=803
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=805
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=828
+  _globals['_GETREPLICASTATEREQUEST']._serialized_start=830
+  _globals['_GETREPLICASTATEREQUEST']._serialized_end=854
+  _globals['_GETREPLICASTATERESPONSE']._serialized_start=856
+  _globals['_GETREPLICASTATERESPONSE']._serialized_end=966
+  _globals['_INFERENCESERVICE']._serialized_start=969
+  _globals['_INFERENCESERVICE']._serialized_end=1309
 # @@protoc_insertion_point(module_scope)

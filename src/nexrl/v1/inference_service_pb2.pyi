@@ -36,6 +36,7 @@ class GenerateRequest(google.protobuf.message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SEEDS_FIELD_NUMBER: builtins.int
     DRAWN_TOKENS_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique for each call, the same in its retries."""
     n: builtins.int
@@ -49,8 +50,8 @@ class GenerateRequest(google.protobuf.message.Message):
     top_k: builtins.int
     """Only the k most likely tokens; 0 for all."""
     drawn_tokens: builtins.int
-    """How many tokens at the end of the prompt were drawn with these seeds before: generation goes on with the random numbers after
-    theirs. 0 begins a completion.
+    """Number of tokens at the end of the prompt that an earlier call drew with these seeds. Generation continues with the random
+    numbers after those of these tokens. 0 starts a new completion.
     """
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -62,9 +63,13 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def seeds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Seed of each completion, n of them, at least 0; none to have the engine choose. What a seed draws depends on nothing else that is
-        asked for here or at the same time.
+        """One seed for each of the n completions, at least 0; empty to let the engine choose. What a completion draws from its seed does
+        not depend on the other completions or requests.
         """
+
+    @property
+    def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts that end a completion; the tokens of the text are part of the completion. At most 32, none empty."""
 
     def __init__(
         self,
@@ -79,8 +84,9 @@ class GenerateRequest(google.protobuf.message.Message):
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         seeds: collections.abc.Iterable[builtins.int] | None = ...,
         drawn_tokens: builtins.int = ...,
+        stop: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drawn_tokens", b"drawn_tokens", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "seeds", b"seeds", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drawn_tokens", b"drawn_tokens", "max_new_tokens", b"max_new_tokens", "n", b"n", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "seeds", b"seeds", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
@@ -111,7 +117,7 @@ class GeneratedCompletion(google.protobuf.message.Message):
 
     @property
     def draw(self) -> nexrl.v1.trajectory_pb2.Draw:
-        """How to draw it again, for CompletionSpan.draw; absent when an earlier draw went on (drawn_tokens)."""
+        """How it was drawn, for CompletionSpan.draw; absent when it continues an earlier draw (drawn_tokens)."""
 
     def __init__(
         self,
@@ -160,7 +166,7 @@ class ReceiveWeightsRequest(google.protobuf.message.Message):
     """Names the sync transaction."""
     @property
     def rendezvous(self) -> nexrl.v1.policy_pb2.Rendezvous:
-        """Where and as whom to join."""
+        """How to join the broadcast."""
 
     @property
     def manifest(self) -> nexrl.v1.policy_pb2.WeightManifest:
@@ -207,7 +213,7 @@ class CommitWeightsRequest(google.protobuf.message.Message):
     sync_id: builtins.str
     """The sync transaction whose weights to serve."""
     policy_version: builtins.int
-    """The version they are."""
+    """Their policy version."""
     def __init__(
         self,
         *,
@@ -257,7 +263,7 @@ class GetReplicaStateResponse(google.protobuf.message.Message):
     running: builtins.int
     """Completions being generated."""
     queued: builtins.int
-    """Requests waiting for a place."""
+    """Requests waiting to be admitted."""
     @property
     def replica(self) -> nexrl.v1.policy_pb2.Replica:
         """The replica as it sees itself."""

@@ -62,14 +62,14 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Samples completions of a prompt, token ids in and token ids out. Ended by the call's deadline or cancellation.
+        """Samples completions of a prompt; both are token ids. The deadline or the cancellation of the call ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Joins a broadcast, receives one policy version beside the one being served, and answers with the digest of what it holds.
+        """Joins a broadcast, receives one policy version while the engine serves another, and returns the digest of what was received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -133,10 +133,10 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
     ], channel: grpc.aio.Channel) -> None: ...
 
     Generate: _InferenceServiceGenerateType
-    """Samples completions of a prompt, token ids in and token ids out. Ended by the call's deadline or cancellation."""
+    """Samples completions of a prompt; both are token ids. The deadline or the cancellation of the call ends it."""
 
     ReceiveWeights: _InferenceServiceReceiveWeightsType
-    """Joins a broadcast, receives one policy version beside the one being served, and answers with the digest of what it holds."""
+    """Joins a broadcast, receives one policy version while the engine serves another, and returns the digest of what was received."""
 
     CommitWeights: _InferenceServiceCommitWeightsType
     """Serves the received version from the next decode step on."""
@@ -172,7 +172,7 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.inference_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.inference_service_pb2.GenerateResponse, collections.abc.Awaitable[nexrl.v1.inference_service_pb2.GenerateResponse]]:
-        """Samples completions of a prompt, token ids in and token ids out. Ended by the call's deadline or cancellation."""
+        """Samples completions of a prompt; both are token ids. The deadline or the cancellation of the call ends it."""
 
     @abc.abstractmethod
     def ReceiveWeights(
@@ -180,7 +180,7 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.inference_service_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.inference_service_pb2.ReceiveWeightsResponse, collections.abc.Awaitable[nexrl.v1.inference_service_pb2.ReceiveWeightsResponse]]:
-        """Joins a broadcast, receives one policy version beside the one being served, and answers with the digest of what it holds."""
+        """Joins a broadcast, receives one policy version while the engine serves another, and returns the digest of what was received."""
 
     @abc.abstractmethod
     def CommitWeights(

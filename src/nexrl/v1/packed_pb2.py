@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from nexrl.v1 import tensor_pb2 as nexrl_dot_v1_dot_tensor__pb2
 from nexrl.v1 import trajectory_pb2 as nexrl_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15nexrl/v1/packed.proto\x12\x08nexrl.v1\x1a\x19nexrl/v1/trajectory.proto\"d\n\x17PackedPutSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0f\n\x07results\x18\x04 \x03(\x0c\"\x9d\x01\n\x12PackedSampleResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\"\n\x07verdict\x18\x03 \x01(\x0e\x32\x11.nexrl.v1.Verdict\x12\x30\n\x0ctrajectories\x18\x04 \x03(\x0b\x32\x1a.nexrl.v1.PackedTrajectory\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\xda\x03\n\x10PackedTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0c\x12\x11\n\tloss_mask\x18\x02 \x03(\x0c\x12\x10\n\x08logprobs\x18\x03 \x03(\x0c\x12#\n\x05spans\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.PolicySpan\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12K\n\x11reward_components\x18\x06 \x03(\x0b\x32\x30.nexrl.v1.PackedTrajectory.RewardComponentsEntry\x12:\n\x08metadata\x18\x07 \x03(\x0b\x32(.nexrl.v1.PackedTrajectory.MetadataEntry\x12\x0e\n\x06prompt\x18\x08 \x01(\t\x12\x10\n\x08response\x18\t \x01(\t\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12-\n\x0b\x63ompletions\x18\x0b \x03(\x0b\x32\x18.nexrl.v1.CompletionSpan\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"X\n\x18PackedLeaseBatchResponse\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.nexrl.v1.PackedBatchLease\x12\x11\n\texhausted\x18\x02 \x01(\x08\"\x84\x01\n\x10PackedBatchLease\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tmodel_tag\x18\x03 \x01(\t\x12%\n\x06groups\x18\x04 \x03(\x0b\x32\x15.nexrl.v1.PackedGroup\x12\x13\n\x0b\x64\x61ta_cursor\x18\x05 \x01(\x03\"0\n\x0bPackedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x03(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15nexrl/v1/packed.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\x1a\x19nexrl/v1/trajectory.proto\"d\n\x17PackedPutSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x0f\n\x07results\x18\x04 \x03(\x0c\"\x9d\x01\n\x12PackedSampleResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\"\n\x07verdict\x18\x03 \x01(\x0e\x32\x11.nexrl.v1.Verdict\x12\x30\n\x0ctrajectories\x18\x04 \x03(\x0b\x32\x1a.nexrl.v1.PackedTrajectory\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\xd6\x04\n\x10PackedTrajectory\x12\x11\n\ttoken_ids\x18\x01 \x03(\x0c\x12\x11\n\tloss_mask\x18\x02 \x03(\x0c\x12\x10\n\x08logprobs\x18\x03 \x03(\x0c\x12#\n\x05spans\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.PolicySpan\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12K\n\x11reward_components\x18\x06 \x03(\x0b\x32\x30.nexrl.v1.PackedTrajectory.RewardComponentsEntry\x12:\n\x08metadata\x18\x07 \x03(\x0b\x32(.nexrl.v1.PackedTrajectory.MetadataEntry\x12\x0e\n\x06prompt\x18\x08 \x01(\t\x12\x10\n\x08response\x18\t \x01(\t\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12-\n\x0b\x63ompletions\x18\x0b \x03(\x0b\x32\x18.nexrl.v1.CompletionSpan\x12\x38\n\x07\x63olumns\x18\x0c \x03(\x0b\x32\'.nexrl.v1.PackedTrajectory.ColumnsEntry\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a@\n\x0c\x43olumnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.nexrl.v1.Tensor:\x02\x38\x01\"X\n\x18PackedLeaseBatchResponse\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.nexrl.v1.PackedBatchLease\x12\x11\n\texhausted\x18\x02 \x01(\x08\"\x84\x01\n\x10PackedBatchLease\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tmodel_tag\x18\x03 \x01(\t\x12%\n\x06groups\x18\x04 \x03(\x0b\x32\x15.nexrl.v1.PackedGroup\x12\x13\n\x0b\x64\x61ta_cursor\x18\x05 \x01(\x03\"0\n\x0bPackedGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x03(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,20 +37,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PACKEDTRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_options = b'8\001'
   _globals['_PACKEDTRAJECTORY_METADATAENTRY']._loaded_options = None
   _globals['_PACKEDTRAJECTORY_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_PACKEDPUTSAMPLESREQUEST']._serialized_start=62
-  _globals['_PACKEDPUTSAMPLESREQUEST']._serialized_end=162
-  _globals['_PACKEDSAMPLERESULT']._serialized_start=165
-  _globals['_PACKEDSAMPLERESULT']._serialized_end=322
-  _globals['_PACKEDTRAJECTORY']._serialized_start=325
-  _globals['_PACKEDTRAJECTORY']._serialized_end=799
-  _globals['_PACKEDTRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_start=695
-  _globals['_PACKEDTRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_end=750
-  _globals['_PACKEDTRAJECTORY_METADATAENTRY']._serialized_start=752
-  _globals['_PACKEDTRAJECTORY_METADATAENTRY']._serialized_end=799
-  _globals['_PACKEDLEASEBATCHRESPONSE']._serialized_start=801
-  _globals['_PACKEDLEASEBATCHRESPONSE']._serialized_end=889
-  _globals['_PACKEDBATCHLEASE']._serialized_start=892
-  _globals['_PACKEDBATCHLEASE']._serialized_end=1024
-  _globals['_PACKEDGROUP']._serialized_start=1026
-  _globals['_PACKEDGROUP']._serialized_end=1074
+  _globals['_PACKEDTRAJECTORY_COLUMNSENTRY']._loaded_options = None
+  _globals['_PACKEDTRAJECTORY_COLUMNSENTRY']._serialized_options = b'8\001'
+  _globals['_PACKEDPUTSAMPLESREQUEST']._serialized_start=85
+  _globals['_PACKEDPUTSAMPLESREQUEST']._serialized_end=185
+  _globals['_PACKEDSAMPLERESULT']._serialized_start=188
+  _globals['_PACKEDSAMPLERESULT']._serialized_end=345
+  _globals['_PACKEDTRAJECTORY']._serialized_start=348
+  _globals['_PACKEDTRAJECTORY']._serialized_end=946
+  _globals['_PACKEDTRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_start=776
+  _globals['_PACKEDTRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_end=831
+  _globals['_PACKEDTRAJECTORY_METADATAENTRY']._serialized_start=833
+  _globals['_PACKEDTRAJECTORY_METADATAENTRY']._serialized_end=880
+  _globals['_PACKEDTRAJECTORY_COLUMNSENTRY']._serialized_start=882
+  _globals['_PACKEDTRAJECTORY_COLUMNSENTRY']._serialized_end=946
+  _globals['_PACKEDLEASEBATCHRESPONSE']._serialized_start=948
+  _globals['_PACKEDLEASEBATCHRESPONSE']._serialized_end=1036
+  _globals['_PACKEDBATCHLEASE']._serialized_start=1039
+  _globals['_PACKEDBATCHLEASE']._serialized_end=1171
+  _globals['_PACKEDGROUP']._serialized_start=1173
+  _globals['_PACKEDGROUP']._serialized_end=1221
 # @@protoc_insertion_point(module_scope)

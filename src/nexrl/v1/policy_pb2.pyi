@@ -81,7 +81,7 @@ Global___WeightManifest: typing_extensions.TypeAlias = WeightManifest
 
 @typing.final
 class Rendezvous(google.protobuf.message.Message):
-    """Where and as whom a process joins the broadcast of one membership epoch."""
+    """How a process joins the broadcast of one membership epoch: the address of the store, and its own rank."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -102,7 +102,7 @@ class Rendezvous(google.protobuf.message.Message):
     world_size: builtins.int
     """Number of processes, the trainer included."""
     timeout_seconds: builtins.float
-    """Seconds after which a member that hears nothing gives up."""
+    """Seconds without a message from its peers after which a member stops waiting."""
     def __init__(
         self,
         *,
@@ -130,7 +130,7 @@ class Replica(google.protobuf.message.Message):
     READY_FIELD_NUMBER: builtins.int
     TOKEN_ADDRESS_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
-    """Chosen by the replica; unique among the living."""
+    """Chosen by the replica; unique among the replicas that are alive."""
     address: builtins.str
     """gRPC address, host:port."""
     http_url: builtins.str
@@ -140,7 +140,7 @@ class Replica(google.protobuf.message.Message):
     ready: builtins.bool
     """True while it serves the committed version and may be sent requests."""
     token_address: builtins.str
-    """As address, for clients that show a token instead of a certificate; empty where none are served."""
+    """gRPC address for clients that authenticate with a token instead of a certificate; empty if the engine accepts no tokens."""
     def __init__(
         self,
         *,

@@ -66,6 +66,7 @@ class TrainBatch(google.protobuf.message.Message):
     SAMPLE_IDS_FIELD_NUMBER: builtins.int
     DATA_CURSOR_FIELD_NUMBER: builtins.int
     PUT_ID_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
     batch_id: builtins.int
     """The batch, and the step, that this belongs to."""
     model_tag: builtins.str
@@ -73,11 +74,14 @@ class TrainBatch(google.protobuf.message.Message):
     data_cursor: builtins.int
     """From BatchLease.data_cursor; a checkpoint keeps it."""
     put_id: builtins.str
-    """Names this very train batch; set by the pool, whatever is sent."""
+    """Identifies this train batch; the pool sets it and ignores what is sent."""
+    dropped: builtins.bool
+    """True if training it failed twice: the pool has dropped its samples and sequences. Set by the pool, whatever is sent."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, nexrl.v1.tensor_pb2.Tensor]:
         """Named tensors: token_ids int64 [N], loss_mask bool [N] (the policy's own tokens), rollout_logprobs float32 [N],
-        advantages float32 [N], lengths int64 [B]; reference_logprobs float32 [N] when the loss has a KL term.
+        advantages float32 [N], lengths int64 [B]; reference_logprobs float32 [N] when the loss has a KL term. Any other name is a
+        column for the loss, shape [N] (a value per token) or [B] (a value per sequence).
         """
 
     @property
@@ -86,8 +90,8 @@ class TrainBatch(google.protobuf.message.Message):
 
     @property
     def sample_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """All samples of the batch in its order, also those whose group taught nothing and that have no sequence here. The pool
-        compares them with the batch that it holds: a store that lost its last writes may have formed another of that number.
+        """All samples of the batch in its order, also those that have no sequence here because their group is not trained. The pool
+        compares them with its own batch of this number, because a Redis that lost its last writes may have formed another one.
         """
 
     def __init__(
@@ -100,8 +104,9 @@ class TrainBatch(google.protobuf.message.Message):
         sample_ids: collections.abc.Iterable[builtins.str] | None = ...,
         data_cursor: builtins.int = ...,
         put_id: builtins.str = ...,
+        dropped: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "data_cursor", b"data_cursor", "metrics", b"metrics", "model_tag", b"model_tag", "put_id", b"put_id", "sample_ids", b"sample_ids", "tensors", b"tensors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "data_cursor", b"data_cursor", "dropped", b"dropped", "metrics", b"metrics", "model_tag", b"model_tag", "put_id", b"put_id", "sample_ids", b"sample_ids", "tensors", b"tensors"]) -> None: ...
 
 Global___TrainBatch: typing_extensions.TypeAlias = TrainBatch
 
@@ -162,7 +167,7 @@ class LeaseTrainBatchRequest(google.protobuf.message.Message):
     model_tag: builtins.str
     """Names the trained model."""
     step: builtins.int
-    """The step about to be made, from 0: the batch wanted is the one of that number."""
+    """The next step, from 0. It trains the batch of the same number."""
     wait_seconds: builtins.float
     """How long to wait, in seconds; must be below the call's deadline."""
     incarnation: builtins.int
@@ -253,7 +258,7 @@ class AckTrainBatchResponse(google.protobuf.message.Message):
 
     CHECKPOINT_WANTED_FIELD_NUMBER: builtins.int
     checkpoint_wanted: builtins.bool
-    """True when the pool holds so much that only a checkpoint, which lets it delete trained batches, makes room."""
+    """True when the pool is full, and only a checkpoint can free memory: the pool then deletes the batches that it contains."""
     def __init__(
         self,
         *,
@@ -262,6 +267,64 @@ class AckTrainBatchResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checkpoint_wanted", b"checkpoint_wanted"]) -> None: ...
 
 Global___AckTrainBatchResponse: typing_extensions.TypeAlias = AckTrainBatchResponse
+
+@typing.final
+class FailTrainBatchRequest(google.protobuf.message.Message):
+    """Request of FailTrainBatch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    MODEL_TAG_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: builtins.int
+    PUT_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Unique for each call, the same in its retries. It names the train batch that takes the place of a dropped one."""
+    model_tag: builtins.str
+    """Names the trained model."""
+    step: builtins.int
+    """The step that failed."""
+    incarnation: builtins.int
+    """The trainer's incarnation, from ResumeFromCheckpoint; an older one is fenced off."""
+    put_id: builtins.str
+    """TrainBatch.put_id of the train batch; refused when the pool holds another train batch of that number."""
+    @property
+    def sample_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """TrainBatch.sample_ids of the train batch; refused when the pool's batch of that number holds others."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        model_tag: builtins.str = ...,
+        step: builtins.int = ...,
+        incarnation: builtins.int = ...,
+        sample_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        put_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "model_tag", b"model_tag", "put_id", b"put_id", "request_id", b"request_id", "sample_ids", b"sample_ids", "step", b"step"]) -> None: ...
+
+Global___FailTrainBatchRequest: typing_extensions.TypeAlias = FailTrainBatchRequest
+
+@typing.final
+class FailTrainBatchResponse(google.protobuf.message.Message):
+    """Response of FailTrainBatch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DROPPED_FIELD_NUMBER: builtins.int
+    dropped: builtins.bool
+    """True when the samples are dropped now; false when the train batch can be leased and tried again."""
+    def __init__(
+        self,
+        *,
+        dropped: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped", b"dropped"]) -> None: ...
+
+Global___FailTrainBatchResponse: typing_extensions.TypeAlias = FailTrainBatchResponse
 
 @typing.final
 class CommitCheckpointRequest(google.protobuf.message.Message):
@@ -322,7 +385,7 @@ class ResumeFromCheckpointRequest(google.protobuf.message.Message):
     steps: builtins.int
     """Optimizer steps in the checkpoint that the trainer has loaded; 0 without one."""
     data_cursor: builtins.int
-    """Where the data goes on when this ledger has never granted a task; from the checkpoint."""
+    """Item of the data set to continue with if this ledger has never granted a task; from the checkpoint."""
     def __init__(
         self,
         *,
@@ -344,7 +407,7 @@ class ResumeFromCheckpointResponse(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     REPLAYED_STEPS_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
-    """The trainer's incarnation: higher than any before, so that an older trainer that still runs is fenced off."""
+    """The trainer's incarnation: higher than all earlier ones, so that an older trainer that still runs is fenced off."""
     replayed_steps: builtins.int
     """How many steps will be replayed."""
     def __init__(

@@ -50,6 +50,11 @@ class TrainBatchPoolServiceStub(object):
                 request_serializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.AckTrainBatchRequest.SerializeToString,
                 response_deserializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.AckTrainBatchResponse.FromString,
                 _registered_method=True)
+        self.FailTrainBatch = channel.unary_unary(
+                '/nexrl.v1.TrainBatchPoolService/FailTrainBatch',
+                request_serializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.FailTrainBatchRequest.SerializeToString,
+                response_deserializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.FailTrainBatchResponse.FromString,
+                _registered_method=True)
         self.CommitCheckpoint = channel.unary_unary(
                 '/nexrl.v1.TrainBatchPoolService/CommitCheckpoint',
                 request_serializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.CommitCheckpointRequest.SerializeToString,
@@ -92,6 +97,14 @@ class TrainBatchPoolServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FailTrainBatch(self, request, context):
+        """Records that training a batch failed. The second failure drops its samples: the pool then holds a train batch without
+        sequences for the step, which trains nothing and still counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CommitCheckpoint(self, request, context):
         """Records that a checkpoint with this many steps is complete; its train batches are deleted.
         """
@@ -100,7 +113,7 @@ class TrainBatchPoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResumeFromCheckpoint(self, request, context):
-        """Puts steps that were trained but are in no checkpoint back, in their order, and fences off the leases of earlier trainers.
+        """Makes the train batches of steps that are in no checkpoint leasable again, in order, and fences off earlier trainers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +143,11 @@ def add_TrainBatchPoolServiceServicer_to_server(servicer, server):
                     servicer.AckTrainBatch,
                     request_deserializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.AckTrainBatchRequest.FromString,
                     response_serializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.AckTrainBatchResponse.SerializeToString,
+            ),
+            'FailTrainBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.FailTrainBatch,
+                    request_deserializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.FailTrainBatchRequest.FromString,
+                    response_serializer=nexrl_dot_v1_dot_train__batch__pool__service__pb2.FailTrainBatchResponse.SerializeToString,
             ),
             'CommitCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitCheckpoint,
@@ -229,6 +247,33 @@ class TrainBatchPoolService(object):
             '/nexrl.v1.TrainBatchPoolService/AckTrainBatch',
             nexrl_dot_v1_dot_train__batch__pool__service__pb2.AckTrainBatchRequest.SerializeToString,
             nexrl_dot_v1_dot_train__batch__pool__service__pb2.AckTrainBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FailTrainBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nexrl.v1.TrainBatchPoolService/FailTrainBatch',
+            nexrl_dot_v1_dot_train__batch__pool__service__pb2.FailTrainBatchRequest.SerializeToString,
+            nexrl_dot_v1_dot_train__batch__pool__service__pb2.FailTrainBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

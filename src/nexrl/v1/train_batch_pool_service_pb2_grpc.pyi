@@ -73,6 +73,22 @@ _TrainBatchPoolServiceAckTrainBatchType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainBatchPoolServiceFailTrainBatchType = typing_extensions.TypeVar(
+    '_TrainBatchPoolServiceFailTrainBatchType',
+    grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchRequest,
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchRequest,
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchRequest,
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse,
+    ],
+)
+
 _TrainBatchPoolServiceCommitCheckpointType = typing_extensions.TypeVar(
     '_TrainBatchPoolServiceCommitCheckpointType',
     grpc.UnaryUnaryMultiCallable[
@@ -121,7 +137,7 @@ _TrainBatchPoolServiceGetTrainBatchPoolStateType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainBatchPoolServiceStub(typing.Generic[_TrainBatchPoolServicePutTrainBatchType, _TrainBatchPoolServiceLeaseTrainBatchType, _TrainBatchPoolServiceAckTrainBatchType, _TrainBatchPoolServiceCommitCheckpointType, _TrainBatchPoolServiceResumeFromCheckpointType, _TrainBatchPoolServiceGetTrainBatchPoolStateType]):
+class TrainBatchPoolServiceStub(typing.Generic[_TrainBatchPoolServicePutTrainBatchType, _TrainBatchPoolServiceLeaseTrainBatchType, _TrainBatchPoolServiceAckTrainBatchType, _TrainBatchPoolServiceFailTrainBatchType, _TrainBatchPoolServiceCommitCheckpointType, _TrainBatchPoolServiceResumeFromCheckpointType, _TrainBatchPoolServiceGetTrainBatchPoolStateType]):
     """Keeps train batches until a checkpoint contains them, so that a killed trainer replays exactly what it lost."""
 
     @typing.overload
@@ -137,6 +153,10 @@ class TrainBatchPoolServiceStub(typing.Generic[_TrainBatchPoolServicePutTrainBat
         grpc.UnaryUnaryMultiCallable[
             nexrl.v1.train_batch_pool_service_pb2.AckTrainBatchRequest,
             nexrl.v1.train_batch_pool_service_pb2.AckTrainBatchResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchRequest,
+            nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             nexrl.v1.train_batch_pool_service_pb2.CommitCheckpointRequest,
@@ -167,6 +187,10 @@ class TrainBatchPoolServiceStub(typing.Generic[_TrainBatchPoolServicePutTrainBat
             nexrl.v1.train_batch_pool_service_pb2.AckTrainBatchResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchRequest,
+            nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             nexrl.v1.train_batch_pool_service_pb2.CommitCheckpointRequest,
             nexrl.v1.train_batch_pool_service_pb2.CommitCheckpointResponse,
         ],
@@ -189,11 +213,16 @@ class TrainBatchPoolServiceStub(typing.Generic[_TrainBatchPoolServicePutTrainBat
     AckTrainBatch: _TrainBatchPoolServiceAckTrainBatchType
     """Records that a step has trained its batch."""
 
+    FailTrainBatch: _TrainBatchPoolServiceFailTrainBatchType
+    """Records that training a batch failed. The second failure drops its samples: the pool then holds a train batch without
+    sequences for the step, which trains nothing and still counts.
+    """
+
     CommitCheckpoint: _TrainBatchPoolServiceCommitCheckpointType
     """Records that a checkpoint with this many steps is complete; its train batches are deleted."""
 
     ResumeFromCheckpoint: _TrainBatchPoolServiceResumeFromCheckpointType
-    """Puts steps that were trained but are in no checkpoint back, in their order, and fences off the leases of earlier trainers."""
+    """Makes the train batches of steps that are in no checkpoint leasable again, in order, and fences off earlier trainers."""
 
     GetTrainBatchPoolState: _TrainBatchPoolServiceGetTrainBatchPoolStateType
     """Depth of the pool."""
@@ -210,6 +239,10 @@ TrainBatchPoolServiceAsyncStub: typing_extensions.TypeAlias = TrainBatchPoolServ
     grpc.aio.UnaryUnaryMultiCallable[
         nexrl.v1.train_batch_pool_service_pb2.AckTrainBatchRequest,
         nexrl.v1.train_batch_pool_service_pb2.AckTrainBatchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchRequest,
+        nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         nexrl.v1.train_batch_pool_service_pb2.CommitCheckpointRequest,
@@ -253,6 +286,16 @@ class TrainBatchPoolServiceServicer(metaclass=abc.ABCMeta):
         """Records that a step has trained its batch."""
 
     @abc.abstractmethod
+    def FailTrainBatch(
+        self,
+        request: nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse, collections.abc.Awaitable[nexrl.v1.train_batch_pool_service_pb2.FailTrainBatchResponse]]:
+        """Records that training a batch failed. The second failure drops its samples: the pool then holds a train batch without
+        sequences for the step, which trains nothing and still counts.
+        """
+
+    @abc.abstractmethod
     def CommitCheckpoint(
         self,
         request: nexrl.v1.train_batch_pool_service_pb2.CommitCheckpointRequest,
@@ -266,7 +309,7 @@ class TrainBatchPoolServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.train_batch_pool_service_pb2.ResumeFromCheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.train_batch_pool_service_pb2.ResumeFromCheckpointResponse, collections.abc.Awaitable[nexrl.v1.train_batch_pool_service_pb2.ResumeFromCheckpointResponse]]:
-        """Puts steps that were trained but are in no checkpoint back, in their order, and fences off the leases of earlier trainers."""
+        """Makes the train batches of steps that are in no checkpoint leasable again, in order, and fences off earlier trainers."""
 
     @abc.abstractmethod
     def GetTrainBatchPoolState(

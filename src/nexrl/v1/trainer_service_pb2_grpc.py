@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Training as a service: usable by a client that has never heard of the pools.
+    """Training as a service. A client needs none of the other services.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """
@@ -75,7 +75,7 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Training as a service: usable by a client that has never heard of the pools.
+    """Training as a service. A client needs none of the other services.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """
@@ -176,7 +176,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Training as a service: usable by a client that has never heard of the pools.
+    """Training as a service. A client needs none of the other services.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """

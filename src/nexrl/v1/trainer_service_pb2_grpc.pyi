@@ -138,7 +138,7 @@ _TrainerServiceGetTrainerStateType = typing_extensions.TypeVar(
 )
 
 class TrainerServiceStub(typing.Generic[_TrainerServiceForwardType, _TrainerServiceForwardBackwardType, _TrainerServiceOptimizerStepType, _TrainerServiceSaveCheckpointType, _TrainerServiceLoadCheckpointType, _TrainerServicePublishWeightsType, _TrainerServiceGetTrainerStateType]):
-    """Training as a service: usable by a client that has never heard of the pools.
+    """Training as a service. A client needs none of the other services.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """
@@ -260,7 +260,7 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
 ]
 
 class TrainerServiceServicer(metaclass=abc.ABCMeta):
-    """Training as a service: usable by a client that has never heard of the pools.
+    """Training as a service. A client needs none of the other services.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from nexrl.v1 import tensor_pb2 as nexrl_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19nexrl/v1/trajectory.proto\x12\x08nexrl.v1\"*\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\titem_json\x18\x02 \x01(\t\"1\n\x0bSampleLease\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\xbb\x01\n\tTaskLease\x12\x1c\n\x04task\x18\x01 \x01(\x0b\x32\x0e.nexrl.v1.Task\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12&\n\x07samples\x18\x03 \x03(\x0b\x32\x15.nexrl.v1.SampleLease\x12\"\n\x07purpose\x18\x04 \x01(\x0e\x32\x11.nexrl.v1.Purpose\x12\x1d\n\x15\x64\x65\x61\x64line_unix_seconds\x18\x05 \x01(\x01\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\"@\n\nPolicySpan\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"{\n\x04\x44raw\x12\x0c\n\x04seed\x18\x01 \x01(\x03\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\x05\x12\x1a\n\x0estop_token_ids\x18\x06 \x03(\x05\x42\x02\x10\x01\"J\n\x0e\x43ompletionSpan\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x1c\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x0e.nexrl.v1.Draw\"\xd4\x03\n\nTrajectory\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x15\n\tloss_mask\x18\x02 \x03(\x08\x42\x02\x10\x01\x12\x14\n\x08logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12#\n\x05spans\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.PolicySpan\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x45\n\x11reward_components\x18\x06 \x03(\x0b\x32*.nexrl.v1.Trajectory.RewardComponentsEntry\x12\x34\n\x08metadata\x18\x07 \x03(\x0b\x32\".nexrl.v1.Trajectory.MetadataEntry\x12\x0e\n\x06prompt\x18\x08 \x01(\t\x12\x10\n\x08response\x18\t \x01(\t\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12-\n\x0b\x63ompletions\x18\x0b \x03(\x0b\x32\x18.nexrl.v1.CompletionSpan\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x91\x01\n\x0cSampleResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\"\n\x07verdict\x18\x03 \x01(\x0e\x32\x11.nexrl.v1.Verdict\x12*\n\x0ctrajectories\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.Trajectory\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"B\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\'\n\x07samples\x18\x02 \x03(\x0b\x32\x16.nexrl.v1.SampleResult*\xc5\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nVERDICT_OK\x10\x01\x12\x15\n\x11VERDICT_TRUNCATED\x10\x02\x12\x15\n\x11VERDICT_ENV_ERROR\x10\x03\x12\x18\n\x14VERDICT_REWARD_ERROR\x10\x04\x12\x13\n\x0fVERDICT_TIMEOUT\x10\x05\x12\x1b\n\x17VERDICT_CANCELLED_STALE\x10\x06\x12\x17\n\x13VERDICT_WORKER_LOST\x10\x07*P\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_TRAINING\x10\x01\x12\x16\n\x12PURPOSE_VALIDATION\x10\x02*\x8f\x01\n\nPutOutcome\x12\x1b\n\x17PUT_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14PUT_OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15PUT_OUTCOME_DUPLICATE\x10\x02\x12\x16\n\x12PUT_OUTCOME_FENCED\x10\x03\x12\x17\n\x13PUT_OUTCOME_RETRIED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19nexrl/v1/trajectory.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\"*\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\titem_json\x18\x02 \x01(\t\"1\n\x0bSampleLease\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\"\xe7\x01\n\tTaskLease\x12\x1c\n\x04task\x18\x01 \x01(\x0b\x32\x0e.nexrl.v1.Task\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12&\n\x07samples\x18\x03 \x03(\x0b\x32\x15.nexrl.v1.SampleLease\x12\"\n\x07purpose\x18\x04 \x01(\x0e\x32\x11.nexrl.v1.Purpose\x12\x1d\n\x15\x64\x65\x61\x64line_unix_seconds\x18\x05 \x01(\x01\x12\x13\n\x0btemperature\x18\x06 \x01(\x01\x12\r\n\x05top_p\x18\x07 \x01(\x01\x12\r\n\x05top_k\x18\x08 \x01(\x05\x12\x0c\n\x04stop\x18\t \x03(\t\"@\n\nPolicySpan\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"\x97\x01\n\x04\x44raw\x12\x11\n\x04seed\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\x05\x12\x1a\n\x0estop_token_ids\x18\x06 \x03(\x05\x42\x02\x10\x01\x12\x0c\n\x04stop\x18\x07 \x03(\tB\x07\n\x05_seed\"J\n\x0e\x43ompletionSpan\x12\r\n\x05start\x18\x01 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x05\x12\x1c\n\x04\x64raw\x18\x03 \x01(\x0b\x32\x0e.nexrl.v1.Draw\"\xca\x04\n\nTrajectory\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x15\n\tloss_mask\x18\x02 \x03(\x08\x42\x02\x10\x01\x12\x14\n\x08logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12#\n\x05spans\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.PolicySpan\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x45\n\x11reward_components\x18\x06 \x03(\x0b\x32*.nexrl.v1.Trajectory.RewardComponentsEntry\x12\x34\n\x08metadata\x18\x07 \x03(\x0b\x32\".nexrl.v1.Trajectory.MetadataEntry\x12\x0e\n\x06prompt\x18\x08 \x01(\t\x12\x10\n\x08response\x18\t \x01(\t\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12-\n\x0b\x63ompletions\x18\x0b \x03(\x0b\x32\x18.nexrl.v1.CompletionSpan\x12\x32\n\x07\x63olumns\x18\x0c \x03(\x0b\x32!.nexrl.v1.Trajectory.ColumnsEntry\x1a\x37\n\x15RewardComponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a@\n\x0c\x43olumnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.nexrl.v1.Tensor:\x02\x38\x01\"\x91\x01\n\x0cSampleResult\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\"\n\x07verdict\x18\x03 \x01(\x0e\x32\x11.nexrl.v1.Verdict\x12*\n\x0ctrajectories\x18\x04 \x03(\x0b\x32\x14.nexrl.v1.Trajectory\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"B\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\'\n\x07samples\x18\x02 \x03(\x0b\x32\x16.nexrl.v1.SampleResult*\xc5\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nVERDICT_OK\x10\x01\x12\x15\n\x11VERDICT_TRUNCATED\x10\x02\x12\x15\n\x11VERDICT_ENV_ERROR\x10\x03\x12\x18\n\x14VERDICT_REWARD_ERROR\x10\x04\x12\x13\n\x0fVERDICT_TIMEOUT\x10\x05\x12\x1b\n\x17VERDICT_CANCELLED_STALE\x10\x06\x12\x17\n\x13VERDICT_WORKER_LOST\x10\x07*P\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x14\n\x10PURPOSE_TRAINING\x10\x01\x12\x16\n\x12PURPOSE_VALIDATION\x10\x02*\x8f\x01\n\nPutOutcome\x12\x1b\n\x17PUT_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14PUT_OUTCOME_ACCEPTED\x10\x01\x12\x19\n\x15PUT_OUTCOME_DUPLICATE\x10\x02\x12\x16\n\x12PUT_OUTCOME_FENCED\x10\x03\x12\x17\n\x13PUT_OUTCOME_RETRIED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,38 +38,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORY_METADATAENTRY']._loaded_options = None
   _globals['_TRAJECTORY_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_TRAJECTORY_COLUMNSENTRY']._loaded_options = None
+  _globals['_TRAJECTORY_COLUMNSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORY'].fields_by_name['token_ids']._loaded_options = None
   _globals['_TRAJECTORY'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_TRAJECTORY'].fields_by_name['loss_mask']._loaded_options = None
   _globals['_TRAJECTORY'].fields_by_name['loss_mask']._serialized_options = b'\020\001'
   _globals['_TRAJECTORY'].fields_by_name['logprobs']._loaded_options = None
   _globals['_TRAJECTORY'].fields_by_name['logprobs']._serialized_options = b'\020\001'
-  _globals['_VERDICT']._serialized_start=1279
-  _globals['_VERDICT']._serialized_end=1476
-  _globals['_PURPOSE']._serialized_start=1478
-  _globals['_PURPOSE']._serialized_end=1558
-  _globals['_PUTOUTCOME']._serialized_start=1561
-  _globals['_PUTOUTCOME']._serialized_end=1704
-  _globals['_TASK']._serialized_start=39
-  _globals['_TASK']._serialized_end=81
-  _globals['_SAMPLELEASE']._serialized_start=83
-  _globals['_SAMPLELEASE']._serialized_end=132
-  _globals['_TASKLEASE']._serialized_start=135
-  _globals['_TASKLEASE']._serialized_end=322
-  _globals['_POLICYSPAN']._serialized_start=324
-  _globals['_POLICYSPAN']._serialized_end=388
-  _globals['_DRAW']._serialized_start=390
-  _globals['_DRAW']._serialized_end=513
-  _globals['_COMPLETIONSPAN']._serialized_start=515
-  _globals['_COMPLETIONSPAN']._serialized_end=589
-  _globals['_TRAJECTORY']._serialized_start=592
-  _globals['_TRAJECTORY']._serialized_end=1060
-  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_start=956
-  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_end=1011
-  _globals['_TRAJECTORY_METADATAENTRY']._serialized_start=1013
-  _globals['_TRAJECTORY_METADATAENTRY']._serialized_end=1060
-  _globals['_SAMPLERESULT']._serialized_start=1063
-  _globals['_SAMPLERESULT']._serialized_end=1208
-  _globals['_GROUP']._serialized_start=1210
-  _globals['_GROUP']._serialized_end=1276
+  _globals['_VERDICT']._serialized_start=1493
+  _globals['_VERDICT']._serialized_end=1690
+  _globals['_PURPOSE']._serialized_start=1692
+  _globals['_PURPOSE']._serialized_end=1772
+  _globals['_PUTOUTCOME']._serialized_start=1775
+  _globals['_PUTOUTCOME']._serialized_end=1918
+  _globals['_TASK']._serialized_start=62
+  _globals['_TASK']._serialized_end=104
+  _globals['_SAMPLELEASE']._serialized_start=106
+  _globals['_SAMPLELEASE']._serialized_end=155
+  _globals['_TASKLEASE']._serialized_start=158
+  _globals['_TASKLEASE']._serialized_end=389
+  _globals['_POLICYSPAN']._serialized_start=391
+  _globals['_POLICYSPAN']._serialized_end=455
+  _globals['_DRAW']._serialized_start=458
+  _globals['_DRAW']._serialized_end=609
+  _globals['_COMPLETIONSPAN']._serialized_start=611
+  _globals['_COMPLETIONSPAN']._serialized_end=685
+  _globals['_TRAJECTORY']._serialized_start=688
+  _globals['_TRAJECTORY']._serialized_end=1274
+  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_start=1104
+  _globals['_TRAJECTORY_REWARDCOMPONENTSENTRY']._serialized_end=1159
+  _globals['_TRAJECTORY_METADATAENTRY']._serialized_start=1161
+  _globals['_TRAJECTORY_METADATAENTRY']._serialized_end=1208
+  _globals['_TRAJECTORY_COLUMNSENTRY']._serialized_start=1210
+  _globals['_TRAJECTORY_COLUMNSENTRY']._serialized_end=1274
+  _globals['_SAMPLERESULT']._serialized_start=1277
+  _globals['_SAMPLERESULT']._serialized_end=1422
+  _globals['_GROUP']._serialized_start=1424
+  _globals['_GROUP']._serialized_end=1490
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from nexrl.v1 import trajectory_pb2 as nexrl_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&nexrl/v1/trajectory_pool_service.proto\x12\x08nexrl.v1\x1a\x19nexrl/v1/trajectory.proto\"v\n\x11PutSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\'\n\x07results\x18\x04 \x03(\x0b\x32\x16.nexrl.v1.SampleResult\"<\n\x12PutSamplesResponse\x12&\n\x08outcomes\x18\x01 \x03(\x0e\x32\x14.nexrl.v1.PutOutcome\"\x8e\x01\n\x11LeaseBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\x12\x11\n\tworker_id\x18\x06 \x01(\t\"L\n\x12LeaseBatchResponse\x12#\n\x05lease\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.BatchLease\x12\x11\n\texhausted\x18\x02 \x01(\x08\"x\n\nBatchLease\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tmodel_tag\x18\x03 \x01(\t\x12\x1f\n\x06groups\x18\x04 \x03(\x0b\x32\x0f.nexrl.v1.Group\x12\x13\n\x0b\x64\x61ta_cursor\x18\x05 \x01(\x03\"^\n\x12ReturnBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x03 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\"\x15\n\x13ReturnBatchResponse\"X\n\x17SetPolicyVersionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"2\n\x18SetPolicyVersionResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"2\n\x1dGetTrajectoryPoolStateRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"D\n\x1eGetTrajectoryPoolStateResponse\x12\"\n\x05pools\x18\x01 \x03(\x0b\x32\x13.nexrl.v1.PoolState\"\xe5\x02\n\tPoolState\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\r\n\x05\x65mpty\x18\x02 \x01(\x08\x12\x0f\n\x07granted\x18\x03 \x01(\x03\x12\x0e\n\x06\x63redit\x18\x04 \x01(\x03\x12\x0c\n\x04open\x18\x05 \x01(\x03\x12\x0e\n\x06leased\x18\x06 \x01(\x03\x12\x10\n\x08grouping\x18\x07 \x01(\x03\x12\r\n\x05ready\x18\x08 \x01(\x03\x12\x0f\n\x07\x62\x61tched\x18\t \x01(\x03\x12\x0f\n\x07trained\x18\n \x01(\x03\x12\x0f\n\x07\x64urable\x18\x0b \x01(\x03\x12\x31\n\x07\x64ropped\x18\x0c \x03(\x0b\x32 .nexrl.v1.PoolState.DroppedEntry\x12\x11\n\timbalance\x18\r \x01(\x03\x12\x16\n\x0epolicy_version\x18\x0e \x01(\x03\x12\x15\n\rnext_batch_id\x18\x0f \x01(\x03\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\'\n\x12\x41uditLedgerRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"<\n\x13\x41uditLedgerResponse\x12%\n\x06\x61udits\x18\x01 \x03(\x0b\x32\x15.nexrl.v1.LedgerAudit\"\xac\x02\n\x0bLedgerAudit\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x33\n\x07samples\x18\x02 \x03(\x0b\x32\".nexrl.v1.LedgerAudit.SamplesEntry\x12\x33\n\x07\x64ropped\x18\x03 \x03(\x0b\x32\".nexrl.v1.LedgerAudit.DroppedEntry\x12(\n\x08\x66indings\x18\x04 \x03(\x0b\x32\x16.nexrl.v1.AuditFinding\x12\x16\n\x0e\x66indings_total\x18\x05 \x01(\x03\x1a.\n\x0cSamplesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"0\n\x0c\x41uditFinding\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\"8\n\x10GetSampleRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"c\n\x11GetSampleResponse\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.nexrl.v1.SampleRecord\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x16.nexrl.v1.SampleResult\"N\n\x12ListSamplesRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"W\n\x13ListSamplesResponse\x12\'\n\x07records\x18\x01 \x03(\x0b\x32\x16.nexrl.v1.SampleRecord\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x91\x01\n\x0cSampleRecord\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.nexrl.v1.SampleState\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x15\n\x08\x62\x61tch_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0b\x64rop_reason\x18\x05 \x01(\tB\x0b\n\t_batch_id*\xde\x01\n\x0bSampleState\x12\x1c\n\x18SAMPLE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAMPLE_STATE_OPEN\x10\x01\x12\x17\n\x13SAMPLE_STATE_LEASED\x10\x02\x12\x19\n\x15SAMPLE_STATE_PRODUCED\x10\x03\x12\x18\n\x14SAMPLE_STATE_BATCHED\x10\x04\x12\x18\n\x14SAMPLE_STATE_TRAINED\x10\x05\x12\x18\n\x14SAMPLE_STATE_DURABLE\x10\x06\x12\x18\n\x14SAMPLE_STATE_DROPPED\x10\x07\x32\x9b\x05\n\x15TrajectoryPoolService\x12G\n\nPutSamples\x12\x1b.nexrl.v1.PutSamplesRequest\x1a\x1c.nexrl.v1.PutSamplesResponse\x12G\n\nLeaseBatch\x12\x1b.nexrl.v1.LeaseBatchRequest\x1a\x1c.nexrl.v1.LeaseBatchResponse\x12J\n\x0bReturnBatch\x12\x1c.nexrl.v1.ReturnBatchRequest\x1a\x1d.nexrl.v1.ReturnBatchResponse\x12Y\n\x10SetPolicyVersion\x12!.nexrl.v1.SetPolicyVersionRequest\x1a\".nexrl.v1.SetPolicyVersionResponse\x12J\n\x0b\x41uditLedger\x12\x1c.nexrl.v1.AuditLedgerRequest\x1a\x1d.nexrl.v1.AuditLedgerResponse\x12\x44\n\tGetSample\x12\x1a.nexrl.v1.GetSampleRequest\x1a\x1b.nexrl.v1.GetSampleResponse\x12J\n\x0bListSamples\x12\x1c.nexrl.v1.ListSamplesRequest\x1a\x1d.nexrl.v1.ListSamplesResponse\x12k\n\x16GetTrajectoryPoolState\x12\'.nexrl.v1.GetTrajectoryPoolStateRequest\x1a(.nexrl.v1.GetTrajectoryPoolStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&nexrl/v1/trajectory_pool_service.proto\x12\x08nexrl.v1\x1a\x19nexrl/v1/trajectory.proto\"v\n\x11PutSamplesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\'\n\x07results\x18\x04 \x03(\x0b\x32\x16.nexrl.v1.SampleResult\"<\n\x12PutSamplesResponse\x12&\n\x08outcomes\x18\x01 \x03(\x0e\x32\x14.nexrl.v1.PutOutcome\"\x8e\x01\n\x11LeaseBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\x12\x11\n\tworker_id\x18\x06 \x01(\t\"L\n\x12LeaseBatchResponse\x12#\n\x05lease\x18\x01 \x01(\x0b\x32\x14.nexrl.v1.BatchLease\x12\x11\n\texhausted\x18\x02 \x01(\x08\"x\n\nBatchLease\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x11\n\tmodel_tag\x18\x03 \x01(\t\x12\x1f\n\x06groups\x18\x04 \x03(\x0b\x32\x0f.nexrl.v1.Group\x12\x13\n\x0b\x64\x61ta_cursor\x18\x05 \x01(\x03\"^\n\x12ReturnBatchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x03 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\"\x15\n\x13ReturnBatchResponse\"X\n\x17SetPolicyVersionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"2\n\x18SetPolicyVersionResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"2\n\x1dGetTrajectoryPoolStateRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"D\n\x1eGetTrajectoryPoolStateResponse\x12\"\n\x05pools\x18\x01 \x03(\x0b\x32\x13.nexrl.v1.PoolState\"\xcf\x03\n\tPoolState\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\r\n\x05\x65mpty\x18\x02 \x01(\x08\x12\x0f\n\x07granted\x18\x03 \x01(\x03\x12\x0e\n\x06\x63redit\x18\x04 \x01(\x03\x12\x0c\n\x04open\x18\x05 \x01(\x03\x12\x0e\n\x06leased\x18\x06 \x01(\x03\x12\x10\n\x08grouping\x18\x07 \x01(\x03\x12\r\n\x05ready\x18\x08 \x01(\x03\x12\x0f\n\x07\x62\x61tched\x18\t \x01(\x03\x12\x0f\n\x07trained\x18\n \x01(\x03\x12\x0f\n\x07\x64urable\x18\x0b \x01(\x03\x12\x31\n\x07\x64ropped\x18\x0c \x03(\x0b\x32 .nexrl.v1.PoolState.DroppedEntry\x12\x11\n\timbalance\x18\r \x01(\x03\x12\x16\n\x0epolicy_version\x18\x0e \x01(\x03\x12\x15\n\rnext_batch_id\x18\x0f \x01(\x03\x12\x19\n\x11\x66inished_attempts\x18\x10 \x01(\x03\x12\x17\n\x0f\x66\x61iled_attempts\x18\x11 \x01(\x03\x12\x34\n\x13last_failed_attempt\x18\x12 \x01(\x0b\x32\x17.nexrl.v1.FailedAttempt\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"h\n\rFailedAttempt\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\"\n\x07verdict\x18\x03 \x01(\x0e\x32\x11.nexrl.v1.Verdict\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"\'\n\x12\x41uditLedgerRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"<\n\x13\x41uditLedgerResponse\x12%\n\x06\x61udits\x18\x01 \x03(\x0b\x32\x15.nexrl.v1.LedgerAudit\"\xac\x02\n\x0bLedgerAudit\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x33\n\x07samples\x18\x02 \x03(\x0b\x32\".nexrl.v1.LedgerAudit.SamplesEntry\x12\x33\n\x07\x64ropped\x18\x03 \x03(\x0b\x32\".nexrl.v1.LedgerAudit.DroppedEntry\x12(\n\x08\x66indings\x18\x04 \x03(\x0b\x32\x16.nexrl.v1.AuditFinding\x12\x16\n\x0e\x66indings_total\x18\x05 \x01(\x03\x1a.\n\x0cSamplesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0c\x44roppedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"0\n\x0c\x41uditFinding\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x0f\n\x07problem\x18\x02 \x01(\t\"8\n\x10GetSampleRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"c\n\x11GetSampleResponse\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.nexrl.v1.SampleRecord\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x16.nexrl.v1.SampleResult\"N\n\x12ListSamplesRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"W\n\x13ListSamplesResponse\x12\'\n\x07records\x18\x01 \x03(\x0b\x32\x16.nexrl.v1.SampleRecord\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x91\x01\n\x0cSampleRecord\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.nexrl.v1.SampleState\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x15\n\x08\x62\x61tch_id\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0b\x64rop_reason\x18\x05 \x01(\tB\x0b\n\t_batch_id*\xde\x01\n\x0bSampleState\x12\x1c\n\x18SAMPLE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11SAMPLE_STATE_OPEN\x10\x01\x12\x17\n\x13SAMPLE_STATE_LEASED\x10\x02\x12\x19\n\x15SAMPLE_STATE_PRODUCED\x10\x03\x12\x18\n\x14SAMPLE_STATE_BATCHED\x10\x04\x12\x18\n\x14SAMPLE_STATE_TRAINED\x10\x05\x12\x18\n\x14SAMPLE_STATE_DURABLE\x10\x06\x12\x18\n\x14SAMPLE_STATE_DROPPED\x10\x07\x32\x9b\x05\n\x15TrajectoryPoolService\x12G\n\nPutSamples\x12\x1b.nexrl.v1.PutSamplesRequest\x1a\x1c.nexrl.v1.PutSamplesResponse\x12G\n\nLeaseBatch\x12\x1b.nexrl.v1.LeaseBatchRequest\x1a\x1c.nexrl.v1.LeaseBatchResponse\x12J\n\x0bReturnBatch\x12\x1c.nexrl.v1.ReturnBatchRequest\x1a\x1d.nexrl.v1.ReturnBatchResponse\x12Y\n\x10SetPolicyVersion\x12!.nexrl.v1.SetPolicyVersionRequest\x1a\".nexrl.v1.SetPolicyVersionResponse\x12J\n\x0b\x41uditLedger\x12\x1c.nexrl.v1.AuditLedgerRequest\x1a\x1d.nexrl.v1.AuditLedgerResponse\x12\x44\n\tGetSample\x12\x1a.nexrl.v1.GetSampleRequest\x1a\x1b.nexrl.v1.GetSampleResponse\x12J\n\x0bListSamples\x12\x1c.nexrl.v1.ListSamplesRequest\x1a\x1d.nexrl.v1.ListSamplesResponse\x12k\n\x16GetTrajectoryPoolState\x12\'.nexrl.v1.GetTrajectoryPoolStateRequest\x1a(.nexrl.v1.GetTrajectoryPoolStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERAUDIT_SAMPLESENTRY']._serialized_options = b'8\001'
   _globals['_LEDGERAUDIT_DROPPEDENTRY']._loaded_options = None
   _globals['_LEDGERAUDIT_DROPPEDENTRY']._serialized_options = b'8\001'
-  _globals['_SAMPLESTATE']._serialized_start=2282
-  _globals['_SAMPLESTATE']._serialized_end=2504
+  _globals['_SAMPLESTATE']._serialized_start=2494
+  _globals['_SAMPLESTATE']._serialized_end=2716
   _globals['_PUTSAMPLESREQUEST']._serialized_start=79
   _globals['_PUTSAMPLESREQUEST']._serialized_end=197
   _globals['_PUTSAMPLESRESPONSE']._serialized_start=199
@@ -63,31 +63,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTRAJECTORYPOOLSTATERESPONSE']._serialized_start=919
   _globals['_GETTRAJECTORYPOOLSTATERESPONSE']._serialized_end=987
   _globals['_POOLSTATE']._serialized_start=990
-  _globals['_POOLSTATE']._serialized_end=1347
-  _globals['_POOLSTATE_DROPPEDENTRY']._serialized_start=1301
-  _globals['_POOLSTATE_DROPPEDENTRY']._serialized_end=1347
-  _globals['_AUDITLEDGERREQUEST']._serialized_start=1349
-  _globals['_AUDITLEDGERREQUEST']._serialized_end=1388
-  _globals['_AUDITLEDGERRESPONSE']._serialized_start=1390
-  _globals['_AUDITLEDGERRESPONSE']._serialized_end=1450
-  _globals['_LEDGERAUDIT']._serialized_start=1453
-  _globals['_LEDGERAUDIT']._serialized_end=1753
-  _globals['_LEDGERAUDIT_SAMPLESENTRY']._serialized_start=1659
-  _globals['_LEDGERAUDIT_SAMPLESENTRY']._serialized_end=1705
-  _globals['_LEDGERAUDIT_DROPPEDENTRY']._serialized_start=1301
-  _globals['_LEDGERAUDIT_DROPPEDENTRY']._serialized_end=1347
-  _globals['_AUDITFINDING']._serialized_start=1755
-  _globals['_AUDITFINDING']._serialized_end=1803
-  _globals['_GETSAMPLEREQUEST']._serialized_start=1805
-  _globals['_GETSAMPLEREQUEST']._serialized_end=1861
-  _globals['_GETSAMPLERESPONSE']._serialized_start=1863
-  _globals['_GETSAMPLERESPONSE']._serialized_end=1962
-  _globals['_LISTSAMPLESREQUEST']._serialized_start=1964
-  _globals['_LISTSAMPLESREQUEST']._serialized_end=2042
-  _globals['_LISTSAMPLESRESPONSE']._serialized_start=2044
-  _globals['_LISTSAMPLESRESPONSE']._serialized_end=2131
-  _globals['_SAMPLERECORD']._serialized_start=2134
-  _globals['_SAMPLERECORD']._serialized_end=2279
-  _globals['_TRAJECTORYPOOLSERVICE']._serialized_start=2507
-  _globals['_TRAJECTORYPOOLSERVICE']._serialized_end=3174
+  _globals['_POOLSTATE']._serialized_end=1453
+  _globals['_POOLSTATE_DROPPEDENTRY']._serialized_start=1407
+  _globals['_POOLSTATE_DROPPEDENTRY']._serialized_end=1453
+  _globals['_FAILEDATTEMPT']._serialized_start=1455
+  _globals['_FAILEDATTEMPT']._serialized_end=1559
+  _globals['_AUDITLEDGERREQUEST']._serialized_start=1561
+  _globals['_AUDITLEDGERREQUEST']._serialized_end=1600
+  _globals['_AUDITLEDGERRESPONSE']._serialized_start=1602
+  _globals['_AUDITLEDGERRESPONSE']._serialized_end=1662
+  _globals['_LEDGERAUDIT']._serialized_start=1665
+  _globals['_LEDGERAUDIT']._serialized_end=1965
+  _globals['_LEDGERAUDIT_SAMPLESENTRY']._serialized_start=1871
+  _globals['_LEDGERAUDIT_SAMPLESENTRY']._serialized_end=1917
+  _globals['_LEDGERAUDIT_DROPPEDENTRY']._serialized_start=1407
+  _globals['_LEDGERAUDIT_DROPPEDENTRY']._serialized_end=1453
+  _globals['_AUDITFINDING']._serialized_start=1967
+  _globals['_AUDITFINDING']._serialized_end=2015
+  _globals['_GETSAMPLEREQUEST']._serialized_start=2017
+  _globals['_GETSAMPLEREQUEST']._serialized_end=2073
+  _globals['_GETSAMPLERESPONSE']._serialized_start=2075
+  _globals['_GETSAMPLERESPONSE']._serialized_end=2174
+  _globals['_LISTSAMPLESREQUEST']._serialized_start=2176
+  _globals['_LISTSAMPLESREQUEST']._serialized_end=2254
+  _globals['_LISTSAMPLESRESPONSE']._serialized_start=2256
+  _globals['_LISTSAMPLESRESPONSE']._serialized_end=2343
+  _globals['_SAMPLERECORD']._serialized_start=2346
+  _globals['_SAMPLERECORD']._serialized_end=2491
+  _globals['_TRAJECTORYPOOLSERVICE']._serialized_start=2719
+  _globals['_TRAJECTORYPOOLSERVICE']._serialized_end=3386
 # @@protoc_insertion_point(module_scope)

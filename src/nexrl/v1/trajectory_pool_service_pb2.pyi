@@ -29,9 +29,9 @@ class _SampleStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     SAMPLE_STATE_UNSPECIFIED: _SampleState.ValueType  # 0
     """Not set: never sent."""
     SAMPLE_STATE_OPEN: _SampleState.ValueType  # 1
-    """Waits to be granted (again)."""
+    """Open: waits to be granted, for the first time or again."""
     SAMPLE_STATE_LEASED: _SampleState.ValueType  # 2
-    """With a worker."""
+    """Leased to a worker."""
     SAMPLE_STATE_PRODUCED: _SampleState.ValueType  # 3
     """Stored; waits for its group or for a batch."""
     SAMPLE_STATE_BATCHED: _SampleState.ValueType  # 4
@@ -49,9 +49,9 @@ class SampleState(_SampleState, metaclass=_SampleStateEnumTypeWrapper):
 SAMPLE_STATE_UNSPECIFIED: SampleState.ValueType  # 0
 """Not set: never sent."""
 SAMPLE_STATE_OPEN: SampleState.ValueType  # 1
-"""Waits to be granted (again)."""
+"""Open: waits to be granted, for the first time or again."""
 SAMPLE_STATE_LEASED: SampleState.ValueType  # 2
-"""With a worker."""
+"""Leased to a worker."""
 SAMPLE_STATE_PRODUCED: SampleState.ValueType  # 3
 """Stored; waits for its group or for a batch."""
 SAMPLE_STATE_BATCHED: SampleState.ValueType  # 4
@@ -139,7 +139,7 @@ class LeaseBatchRequest(google.protobuf.message.Message):
     wait_seconds: builtins.float
     """How long to wait for a batch, in seconds; must be below the call's deadline."""
     worker_id: builtins.str
-    """Who asks. A batch that is still leased to it is leased to it again, first: it would not ask if it had it. May be empty."""
+    """The caller, if it has a name. A batch that is still leased to it is granted to it again: a caller asks only if it has no batch."""
     def __init__(
         self,
         *,
@@ -197,7 +197,7 @@ class BatchLease(google.protobuf.message.Message):
     model_tag: builtins.str
     """The model the batch belongs to."""
     data_cursor: builtins.int
-    """Items of the data set that this batch and those before it have used up; where a run without this ledger would go on."""
+    """Number of items of the data set that this batch and all earlier ones contain. A run without this ledger continues there."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.trajectory_pb2.Group]:
         """The groups of the batch; a group is never split."""
@@ -376,6 +376,9 @@ class PoolState(google.protobuf.message.Message):
     IMBALANCE_FIELD_NUMBER: builtins.int
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     NEXT_BATCH_ID_FIELD_NUMBER: builtins.int
+    FINISHED_ATTEMPTS_FIELD_NUMBER: builtins.int
+    FAILED_ATTEMPTS_FIELD_NUMBER: builtins.int
+    LAST_FAILED_ATTEMPT_FIELD_NUMBER: builtins.int
     model_tag: builtins.str
     """Names the trained model."""
     empty: builtins.bool
@@ -387,7 +390,7 @@ class PoolState(google.protobuf.message.Message):
     open: builtins.int
     """Samples waiting to be leased (again)."""
     leased: builtins.int
-    """Samples with a worker."""
+    """Samples leased to a worker."""
     grouping: builtins.int
     """Samples waiting for their group."""
     ready: builtins.int
@@ -404,9 +407,19 @@ class PoolState(google.protobuf.message.Message):
     """The policy version that the credit counts from."""
     next_batch_id: builtins.int
     """The number of the next batch to be formed."""
+    finished_attempts: builtins.int
+    """Attempts of training samples that were put, scored or failed, since the beginning. What was returned, lost, fenced off or
+    called off as stale is not among them.
+    """
+    failed_attempts: builtins.int
+    """Those of them that failed: ENV_ERROR, REWARD_ERROR, TIMEOUT."""
     @property
     def dropped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Samples dropped, by reason."""
+
+    @property
+    def last_failed_attempt(self) -> Global___FailedAttempt:
+        """The last of those; absent before the first."""
 
     def __init__(
         self,
@@ -426,10 +439,44 @@ class PoolState(google.protobuf.message.Message):
         imbalance: builtins.int = ...,
         policy_version: builtins.int = ...,
         next_batch_id: builtins.int = ...,
+        finished_attempts: builtins.int = ...,
+        failed_attempts: builtins.int = ...,
+        last_failed_attempt: Global___FailedAttempt | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batched", b"batched", "credit", b"credit", "dropped", b"dropped", "durable", b"durable", "empty", b"empty", "granted", b"granted", "grouping", b"grouping", "imbalance", b"imbalance", "leased", b"leased", "model_tag", b"model_tag", "next_batch_id", b"next_batch_id", "open", b"open", "policy_version", b"policy_version", "ready", b"ready", "trained", b"trained"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["last_failed_attempt", b"last_failed_attempt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batched", b"batched", "credit", b"credit", "dropped", b"dropped", "durable", b"durable", "empty", b"empty", "failed_attempts", b"failed_attempts", "finished_attempts", b"finished_attempts", "granted", b"granted", "grouping", b"grouping", "imbalance", b"imbalance", "last_failed_attempt", b"last_failed_attempt", "leased", b"leased", "model_tag", b"model_tag", "next_batch_id", b"next_batch_id", "open", b"open", "policy_version", b"policy_version", "ready", b"ready", "trained", b"trained"]) -> None: ...
 
 Global___PoolState: typing_extensions.TypeAlias = PoolState
+
+@typing.final
+class FailedAttempt(google.protobuf.message.Message):
+    """A failed attempt at a sample."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    VERDICT_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    sample_id: builtins.str
+    """The sample."""
+    worker_id: builtins.str
+    """Who attempted it: PutSamplesRequest.worker_id."""
+    verdict: nexrl.v1.trajectory_pb2.Verdict.ValueType
+    """How it failed."""
+    error: builtins.str
+    """What failed, for people: the beginning of SampleResult.error."""
+    def __init__(
+        self,
+        *,
+        sample_id: builtins.str = ...,
+        worker_id: builtins.str = ...,
+        verdict: nexrl.v1.trajectory_pb2.Verdict.ValueType = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "sample_id", b"sample_id", "verdict", b"verdict", "worker_id", b"worker_id"]) -> None: ...
+
+Global___FailedAttempt: typing_extensions.TypeAlias = FailedAttempt
 
 @typing.final
 class AuditLedgerRequest(google.protobuf.message.Message):
@@ -515,14 +562,14 @@ class LedgerAudit(google.protobuf.message.Message):
     model_tag: builtins.str
     """Names the trained model."""
     findings_total: builtins.int
-    """How many there are."""
+    """Number of findings, also those beyond the first 1000."""
     @property
     def samples(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Samples by state as the records have it: granted, open, leased, grouping, ready, batched, trained, durable."""
+        """Number of samples by state, counted from the records: granted, open, leased, grouping, ready, batched, trained, durable."""
 
     @property
     def dropped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Dropped samples by reason, as the records have it."""
+        """Number of dropped samples by reason, counted from the records."""
 
     @property
     def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AuditFinding]:
@@ -624,9 +671,9 @@ class ListSamplesRequest(google.protobuf.message.Message):
     model_tag: builtins.str
     """Names the trained model."""
     page_size: builtins.int
-    """Most samples of the answer; 0 for 1000. A page ends with a whole group."""
+    """Maximum number of samples in the answer; 0 for 1000. A page ends with a whole group."""
     page_token: builtins.str
-    """next_page_token of the page before; empty for the first."""
+    """next_page_token of the previous page; empty for the first page."""
     def __init__(
         self,
         *,
@@ -647,7 +694,7 @@ class ListSamplesResponse(google.protobuf.message.Message):
     RECORDS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """Asks for the next page; empty on the last."""
+    """Token for the request of the next page; empty on the last page."""
     @property
     def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
         """In the order in which they were granted."""
@@ -678,7 +725,7 @@ class SampleRecord(google.protobuf.message.Message):
     state: Global___SampleState.ValueType
     """Where it is in its life."""
     attempt: builtins.int
-    """Leases so far; 0 once its whole group has ended, when only where it went is kept."""
+    """Leases so far; 0 once its whole group has ended, because then only its outcome is kept."""
     batch_id: builtins.int
     """The batch that holds it, which is also the step that trains it; absent while there is none."""
     drop_reason: builtins.str

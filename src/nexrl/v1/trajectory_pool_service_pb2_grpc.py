@@ -82,7 +82,7 @@ class TrajectoryPoolServiceServicer(object):
     """
 
     def PutSamples(self, request, context):
-        """Stores what became of samples. Safe to repeat: a sample's identity and attempt decide, not the call.
+        """Stores the results of samples. Idempotent: each sample is identified by its id and attempt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,21 +96,21 @@ class TrajectoryPoolServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReturnBatch(self, request, context):
-        """Gives a leased batch back; the same batch is leased next.
+        """Returns a leased batch; it is leased again next.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicyVersion(self, request, context):
-        """Tells the pool which policy version the replicas serve, which moves the credit. Never moves backwards.
+        """Reports the committed policy version, from which the pool counts credit. A lower version than before is ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AuditLedger(self, request, context):
-        """Recomputes the balance from the records of every sample, and lists each that breaks it. A read, of everything.
+        """Recomputes the balance from the records of all samples, and lists each record that breaks it. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -229,19 +229,19 @@ class TrajectoryPoolServiceStub(typing.Generic[_TrajectoryPoolServicePutSamplesT
     ], channel: grpc.aio.Channel) -> None: ...
 
     PutSamples: _TrajectoryPoolServicePutSamplesType
-    """Stores what became of samples. Safe to repeat: a sample's identity and attempt decide, not the call."""
+    """Stores the results of samples. Idempotent: each sample is identified by its id and attempt."""
 
     LeaseBatch: _TrajectoryPoolServiceLeaseBatchType
     """Leases the next batch; waits on the server until one is ready or the wait is over."""
 
     ReturnBatch: _TrajectoryPoolServiceReturnBatchType
-    """Gives a leased batch back; the same batch is leased next."""
+    """Returns a leased batch; it is leased again next."""
 
     SetPolicyVersion: _TrajectoryPoolServiceSetPolicyVersionType
-    """Tells the pool which policy version the replicas serve, which moves the credit. Never moves backwards."""
+    """Reports the committed policy version, from which the pool counts credit. A lower version than before is ignored."""
 
     AuditLedger: _TrajectoryPoolServiceAuditLedgerType
-    """Recomputes the balance from the records of every sample, and lists each that breaks it. A read, of everything."""
+    """Recomputes the balance from the records of all samples, and lists each record that breaks it. Changes nothing."""
 
     GetSample: _TrajectoryPoolServiceGetSampleType
     """What the ledger knows of one sample, with its trajectories while the pool holds them."""
@@ -296,7 +296,7 @@ class TrajectoryPoolServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.trajectory_pool_service_pb2.PutSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.PutSamplesResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.PutSamplesResponse]]:
-        """Stores what became of samples. Safe to repeat: a sample's identity and attempt decide, not the call."""
+        """Stores the results of samples. Idempotent: each sample is identified by its id and attempt."""
 
     @abc.abstractmethod
     def LeaseBatch(
@@ -312,7 +312,7 @@ class TrajectoryPoolServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.trajectory_pool_service_pb2.ReturnBatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.ReturnBatchResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.ReturnBatchResponse]]:
-        """Gives a leased batch back; the same batch is leased next."""
+        """Returns a leased batch; it is leased again next."""
 
     @abc.abstractmethod
     def SetPolicyVersion(
@@ -320,7 +320,7 @@ class TrajectoryPoolServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.SetPolicyVersionResponse]]:
-        """Tells the pool which policy version the replicas serve, which moves the credit. Never moves backwards."""
+        """Reports the committed policy version, from which the pool counts credit. A lower version than before is ignored."""
 
     @abc.abstractmethod
     def AuditLedger(
@@ -328,7 +328,7 @@ class TrajectoryPoolServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.trajectory_pool_service_pb2.AuditLedgerRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse, collections.abc.Awaitable[nexrl.v1.trajectory_pool_service_pb2.AuditLedgerResponse]]:
-        """Recomputes the balance from the records of every sample, and lists each that breaks it. A read, of everything."""
+        """Recomputes the balance from the records of all samples, and lists each record that breaks it. Changes nothing."""
 
     @abc.abstractmethod
     def GetSample(

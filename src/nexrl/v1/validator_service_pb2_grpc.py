@@ -76,7 +76,7 @@ class ValidatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WaitValidation(self, request, context):
-        """Waits until every validation sample of the round has ended, or the wait is over; gives the metrics.
+        """Waits until every validation sample of the round has ended, or the wait is over; returns the metrics.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

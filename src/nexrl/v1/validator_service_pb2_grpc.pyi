@@ -139,7 +139,7 @@ class ValidatorServiceStub(typing.Generic[_ValidatorServiceStartValidationType, 
     """Stores what became of validation samples; same meaning as TrajectoryPoolService.PutSamples."""
 
     WaitValidation: _ValidatorServiceWaitValidationType
-    """Waits until every validation sample of the round has ended, or the wait is over; gives the metrics."""
+    """Waits until every validation sample of the round has ended, or the wait is over; returns the metrics."""
 
     EndValidation: _ValidatorServiceEndValidationType
     """Ends the round: its samples are deleted and training samples are granted again."""
@@ -188,7 +188,7 @@ class ValidatorServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.validator_service_pb2.WaitValidationRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.validator_service_pb2.WaitValidationResponse, collections.abc.Awaitable[nexrl.v1.validator_service_pb2.WaitValidationResponse]]:
-        """Waits until every validation sample of the round has ended, or the wait is over; gives the metrics."""
+        """Waits until every validation sample of the round has ended, or the wait is over; returns the metrics."""
 
     @abc.abstractmethod
     def EndValidation(

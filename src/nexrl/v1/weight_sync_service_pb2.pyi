@@ -29,9 +29,9 @@ class _RolloutStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     ROLLOUT_STATUS_UNSPECIFIED: _RolloutStatus.ValueType  # 0
     """Not set: never sent."""
     ROLLOUT_STATUS_CONTINUE: _RolloutStatus.ValueType  # 1
-    """Go on."""
+    """Take work."""
     ROLLOUT_STATUS_BLOCK: _RolloutStatus.ValueType  # 2
-    """Wait: a sync or a validation is on, or no replica serves the committed version."""
+    """Wait: the committed version lags too far behind, or no replica serves it. In mode fully-async: before the first version only."""
 
 class RolloutStatus(_RolloutStatus, metaclass=_RolloutStatusEnumTypeWrapper):
     """What a rollout may do."""
@@ -39,9 +39,9 @@ class RolloutStatus(_RolloutStatus, metaclass=_RolloutStatusEnumTypeWrapper):
 ROLLOUT_STATUS_UNSPECIFIED: RolloutStatus.ValueType  # 0
 """Not set: never sent."""
 ROLLOUT_STATUS_CONTINUE: RolloutStatus.ValueType  # 1
-"""Go on."""
+"""Take work."""
 ROLLOUT_STATUS_BLOCK: RolloutStatus.ValueType  # 2
-"""Wait: a sync or a validation is on, or no replica serves the committed version."""
+"""Wait: the committed version lags too far behind, or no replica serves it. In mode fully-async: before the first version only."""
 Global___RolloutStatus: typing_extensions.TypeAlias = RolloutStatus
 
 @typing.final
@@ -91,7 +91,9 @@ class RegisterReplicaResponse(google.protobuf.message.Message):
     lease_seconds: builtins.float
     """Register again within this many seconds."""
     committed_digest: builtins.str
-    """Digest of the committed version; empty when there is none yet. Only these bytes may be taken from a shared folder."""
+    """Digest of the committed version; empty when there is none yet. A replica loads weights from a shared folder only if they
+    have this digest.
+    """
     def __init__(
         self,
         *,
@@ -167,19 +169,23 @@ class WatchReplicasResponse(google.protobuf.message.Message):
 
     REPLICAS_FIELD_NUMBER: builtins.int
     COMMITTED_VERSION_FIELD_NUMBER: builtins.int
+    GATE_FIELD_NUMBER: builtins.int
     committed_version: builtins.int
     """The committed version; -1 when there is none yet."""
+    gate: builtins.str
+    """Why rollouts must wait before they take work, as CheckRolloutStatus answers; empty if they may take it."""
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.policy_pb2.Replica]:
-        """All living replicas."""
+        """All replicas that are alive."""
 
     def __init__(
         self,
         *,
         replicas: collections.abc.Iterable[nexrl.v1.policy_pb2.Replica] | None = ...,
         committed_version: builtins.int = ...,
+        gate: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed_version", b"committed_version", "replicas", b"replicas"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_version", b"committed_version", "gate", b"gate", "replicas", b"replicas"]) -> None: ...
 
 Global___WatchReplicasResponse: typing_extensions.TypeAlias = WatchReplicasResponse
 
@@ -210,8 +216,8 @@ class PrepareSyncRequest(google.protobuf.message.Message):
     wait_seconds: builtins.float
     """How long to wait for members or for a validation to end, in seconds."""
     newest_version: builtins.int
-    """Set by a trainer that has resumed: the newest version that can be made of the train batches that the ledger holds. A
-    committed version above it came of steps that Redis has lost. It is forgotten: no trainer could give it to a replica.
+    """Set by a trainer that has resumed: the newest version that the train batches in the ledger lead to. A committed version above
+    it comes from steps that Redis has lost. Weight sync forgets that version, because no trainer can send it to a replica.
     """
     @property
     def manifest(self) -> nexrl.v1.policy_pb2.WeightManifest:
@@ -281,7 +287,7 @@ class CommitSyncRequest(google.protobuf.message.Message):
     sync_id: builtins.str
     """The transaction."""
     transferred: builtins.bool
-    """False when the trainer's broadcast failed: the sync is undone and the members are put out."""
+    """False when the trainer's broadcast failed: the sync is aborted. Only members that failed themselves are evicted."""
     def __init__(
         self,
         *,
@@ -360,7 +366,7 @@ class CheckRolloutStatusResponse(google.protobuf.message.Message):
     status: Global___RolloutStatus.ValueType
     """What the rollout may do."""
     reason: builtins.str
-    """Why it must wait; empty when it may go on."""
+    """Why it must wait; empty when it may take work."""
     committed_version: builtins.int
     """The committed version; -1 when there is none yet."""
     def __init__(
@@ -494,14 +500,14 @@ class GetWeightSyncStateResponse(google.protobuf.message.Message):
     epoch: builtins.int
     """The membership epoch."""
     sync_id: builtins.str
-    """The sync that is on; empty when none is."""
+    """The running sync; empty when there is none."""
     waiting_for_validation: builtins.bool
     """True while a validation holds the version."""
     mode: builtins.str
     """The sync mode of the experiment: "sync", "batch-async" or "fully-async"."""
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.policy_pb2.Replica]:
-        """All living replicas."""
+        """All replicas that are alive."""
 
     def __init__(
         self,

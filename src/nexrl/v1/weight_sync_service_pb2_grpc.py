@@ -91,42 +91,44 @@ class WeightSyncServiceServicer(object):
     """
 
     def RegisterReplica(self, request, context):
-        """Enters a replica, or renews its place; a replica that stays silent for longer than its lease is put out.
+        """Registers a replica, or renews its lease. A replica whose lease ends is removed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterReplica(self, request, context):
-        """Takes a replica out, before it stops.
+        """Removes a replica that is about to stop.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchReplicas(self, request, context):
-        """The replicas, and again at every change.
+        """Returns the replicas at once, and again at every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareSync(self, request, context):
-        """Begins a sync: fixes the members and tells them to receive. Waits while a validation holds the version, and until there is a member.
+        """Begins a sync: decides on its members and calls ReceiveWeights on them. Waits until there is a member, and no validation holds
+        the version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitSync(self, request, context):
-        """Ends a sync: verifies every member's digest, commits the version on those that hold it, and puts the others out.
+        """Ends a sync: verifies every member's digest, commits the version on the members that hold it, and evicts the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckRolloutStatus(self, request, context):
-        """The gate of the rollouts: answers "continue" or, when the wait is over, "block" with the reason.
+        """The gate, which rollouts pass before they take work: answers "continue" or, at the end of the wait, "block" with the reason.
+        WatchReplicas sends the same reason at each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +142,7 @@ class WeightSyncServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndValidationHold(self, request, context):
-        """Lets syncs go on after a validation.
+        """Ends the hold of a validation, so that syncs can begin again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -256,28 +256,32 @@ class WeightSyncServiceStub(typing.Generic[_WeightSyncServiceRegisterReplicaType
     ], channel: grpc.aio.Channel) -> None: ...
 
     RegisterReplica: _WeightSyncServiceRegisterReplicaType
-    """Enters a replica, or renews its place; a replica that stays silent for longer than its lease is put out."""
+    """Registers a replica, or renews its lease. A replica whose lease ends is removed."""
 
     DeregisterReplica: _WeightSyncServiceDeregisterReplicaType
-    """Takes a replica out, before it stops."""
+    """Removes a replica that is about to stop."""
 
     WatchReplicas: _WeightSyncServiceWatchReplicasType
-    """The replicas, and again at every change."""
+    """Returns the replicas at once, and again at every change."""
 
     PrepareSync: _WeightSyncServicePrepareSyncType
-    """Begins a sync: fixes the members and tells them to receive. Waits while a validation holds the version, and until there is a member."""
+    """Begins a sync: decides on its members and calls ReceiveWeights on them. Waits until there is a member, and no validation holds
+    the version.
+    """
 
     CommitSync: _WeightSyncServiceCommitSyncType
-    """Ends a sync: verifies every member's digest, commits the version on those that hold it, and puts the others out."""
+    """Ends a sync: verifies every member's digest, commits the version on the members that hold it, and evicts the others."""
 
     CheckRolloutStatus: _WeightSyncServiceCheckRolloutStatusType
-    """The gate of the rollouts: answers "continue" or, when the wait is over, "block" with the reason."""
+    """The gate, which rollouts pass before they take work: answers "continue" or, at the end of the wait, "block" with the reason.
+    WatchReplicas sends the same reason at each change.
+    """
 
     WaitForValidation: _WeightSyncServiceWaitForValidationType
     """Waits until a committed version is due for validation and holds it until EndValidationHold."""
 
     EndValidationHold: _WeightSyncServiceEndValidationHoldType
-    """Lets syncs go on after a validation."""
+    """Ends the hold of a validation, so that syncs can begin again."""
 
     GetWeightSyncState: _WeightSyncServiceGetWeightSyncStateType
     """The state of one model tag."""
@@ -333,7 +337,7 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.weight_sync_service_pb2.RegisterReplicaRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.weight_sync_service_pb2.RegisterReplicaResponse, collections.abc.Awaitable[nexrl.v1.weight_sync_service_pb2.RegisterReplicaResponse]]:
-        """Enters a replica, or renews its place; a replica that stays silent for longer than its lease is put out."""
+        """Registers a replica, or renews its lease. A replica whose lease ends is removed."""
 
     @abc.abstractmethod
     def DeregisterReplica(
@@ -341,7 +345,7 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.weight_sync_service_pb2.DeregisterReplicaRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.weight_sync_service_pb2.DeregisterReplicaResponse, collections.abc.Awaitable[nexrl.v1.weight_sync_service_pb2.DeregisterReplicaResponse]]:
-        """Takes a replica out, before it stops."""
+        """Removes a replica that is about to stop."""
 
     @abc.abstractmethod
     def WatchReplicas(
@@ -349,7 +353,7 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.weight_sync_service_pb2.WatchReplicasRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[nexrl.v1.weight_sync_service_pb2.WatchReplicasResponse], collections.abc.AsyncIterator[nexrl.v1.weight_sync_service_pb2.WatchReplicasResponse]]:
-        """The replicas, and again at every change."""
+        """Returns the replicas at once, and again at every change."""
 
     @abc.abstractmethod
     def PrepareSync(
@@ -357,7 +361,9 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.weight_sync_service_pb2.PrepareSyncRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.weight_sync_service_pb2.PrepareSyncResponse, collections.abc.Awaitable[nexrl.v1.weight_sync_service_pb2.PrepareSyncResponse]]:
-        """Begins a sync: fixes the members and tells them to receive. Waits while a validation holds the version, and until there is a member."""
+        """Begins a sync: decides on its members and calls ReceiveWeights on them. Waits until there is a member, and no validation holds
+        the version.
+        """
 
     @abc.abstractmethod
     def CommitSync(
@@ -365,7 +371,7 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.weight_sync_service_pb2.CommitSyncRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.weight_sync_service_pb2.CommitSyncResponse, collections.abc.Awaitable[nexrl.v1.weight_sync_service_pb2.CommitSyncResponse]]:
-        """Ends a sync: verifies every member's digest, commits the version on those that hold it, and puts the others out."""
+        """Ends a sync: verifies every member's digest, commits the version on the members that hold it, and evicts the others."""
 
     @abc.abstractmethod
     def CheckRolloutStatus(
@@ -373,7 +379,9 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.weight_sync_service_pb2.CheckRolloutStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.weight_sync_service_pb2.CheckRolloutStatusResponse, collections.abc.Awaitable[nexrl.v1.weight_sync_service_pb2.CheckRolloutStatusResponse]]:
-        """The gate of the rollouts: answers "continue" or, when the wait is over, "block" with the reason."""
+        """The gate, which rollouts pass before they take work: answers "continue" or, at the end of the wait, "block" with the reason.
+        WatchReplicas sends the same reason at each change.
+        """
 
     @abc.abstractmethod
     def WaitForValidation(
@@ -389,7 +397,7 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.weight_sync_service_pb2.EndValidationHoldRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.weight_sync_service_pb2.EndValidationHoldResponse, collections.abc.Awaitable[nexrl.v1.weight_sync_service_pb2.EndValidationHoldResponse]]:
-        """Lets syncs go on after a validation."""
+        """Ends the hold of a validation, so that syncs can begin again."""
 
     @abc.abstractmethod
     def GetWeightSyncState(

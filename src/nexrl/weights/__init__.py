@@ -1,4 +1,4 @@
-"""Moves one policy version from the trainer to the replicas: what it consists of, the broadcast, and both ends' flows.
+"""Moves a policy version from the trainer to the replicas: manifest, packing, broadcast, sender and receiver.
 
-`manifest`, `rendezvous` and `codec` carry no torch; `packing`, `transport`, `publisher` and `receiver` do.
+`manifest`, `rendezvous` and their `_proto` modules need no torch; `packing`, `transport`, `publisher`, `receiver` do.
 """

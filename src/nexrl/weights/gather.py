@@ -1,4 +1,4 @@
-"""Packed buckets of a module that is sharded over several trainer ranks (FSDP2), gathered one after the other."""
+"""Gathers the packed buckets of a module that is sharded over several trainer ranks (FSDP2), one after the other."""
 
 from collections.abc import Iterator, Mapping
 
@@ -11,11 +11,11 @@ from nexrl.weights.packing import allocate_bucket, pack
 
 
 def gathered_buckets(layout: Manifest, tensors: Mapping[str, Tensor], *, is_sender: bool) -> Iterator[Tensor | None]:
-    """The packed buckets of `layout` (uint8, shape [nbytes], on the CPU) on the sender, None for each elsewhere.
+    """Yield the packed buckets of `layout` on the sender (uint8, shape [nbytes], on the CPU), and None on other ranks.
 
-    Every rank of the tensors' mesh must call it with the same layout (`packing.layout_of`) and take all there is: each
-    step is a collective. `tensors` may be sharded or whole. A rank holds one gathered tensor at a time, the sender also
-    the bucket that it is copied into; whoever drops a bucket before taking the next holds no other.
+    All ranks of the tensors' mesh must call this with the same layout (`packing.layout_of`) and take every item: each
+    step is a collective. `tensors` may be sharded or whole. A rank holds one gathered tensor at a time. The sender
+    also holds the current bucket, and earlier ones only if the caller keeps them.
     """
     for bucket in buckets(layout):
         if is_sender:
@@ -28,5 +28,5 @@ def gathered_buckets(layout: Manifest, tensors: Mapping[str, Tensor], *, is_send
 
 @torch.no_grad()
 def _whole(tensor: Tensor) -> Tensor:
-    """The tensor with all its elements; a collective if it is sharded."""
+    """Return the whole tensor. This is a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

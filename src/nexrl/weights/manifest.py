@@ -1,4 +1,4 @@
-"""What one policy version consists of, and how its tensors are packed into buckets: the same rule on both sides."""
+"""The manifest of a policy version, and the rule by which both sides pack its tensors into buckets."""
 
 import math
 import string
@@ -10,10 +10,10 @@ from blake3 import blake3
 from nexrl.errors import InvalidArgumentError, Violation
 
 ALIGNMENT_BYTES = 16
-"""Every tensor begins at a multiple of this in its bucket, so that a view of any element type is possible."""
+"""Each tensor begins at a multiple of this in its bucket, so that a view of any element type is possible."""
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
-"""Size of one element, by data type; the names are those of torch."""
+"""Size of one element in bytes, by data type as torch names it."""
 
 _MAX_VIOLATIONS = 8
 
@@ -39,7 +39,7 @@ class TensorSpec:
 class Manifest:
     """One policy version: its tensors in broadcast order, the size of a bucket, and the digest of the tensors' bytes.
 
-    Raises InvalidArgumentError when it could not be packed or verified.
+    Raises InvalidArgumentError if it could not be packed or verified.
     """
 
     policy_version: int
@@ -60,14 +60,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor's place in its bucket, in bytes from the bucket's beginning."""
+    """A tensor and its offset in its bucket, in bytes."""
 
     tensor: TensorSpec
     offset: int
 
     @property
     def end(self) -> int:
-        """First byte after the tensor."""
+        """Offset of the first byte after the tensor."""
         return self.offset + self.tensor.nbytes
 
 
@@ -80,7 +80,7 @@ class Bucket:
 
 
 def buckets(manifest: Manifest) -> Iterator[Bucket]:
-    """The tensors in the manifest's order, each bucket filled up to `bucket_bytes`; a larger tensor has its own."""
+    """Yield the buckets: tensors in the manifest's order, up to `bucket_bytes` each. A larger tensor has its own."""
     placements: list[Placement] = []
     end = 0
     for tensor in manifest.tensors:
@@ -95,7 +95,7 @@ def buckets(manifest: Manifest) -> Iterator[Bucket]:
 
 
 def digest_of(chunks: Iterable[memoryview]) -> str:
-    """BLAKE3, in hexadecimal, over the raw bytes of the tensors, one after the other, without padding."""
+    """Return the BLAKE3 digest, in hexadecimal, of the tensors' bytes one after the other, without padding."""
     digest = blake3()
     for chunk in chunks:
         digest.update(chunk)
@@ -103,7 +103,7 @@ def digest_of(chunks: Iterable[memoryview]) -> str:
 
 
 def refuse_misfit(manifest: Manifest, expected: Sequence[TensorSpec]) -> None:
-    """Raise InvalidArgumentError that names the tensors by which `manifest` differs from the `expected` model."""
+    """Raise InvalidArgumentError, with the differing tensors, if `manifest` does not fit the `expected` model."""
     sent = {tensor.name: tensor for tensor in manifest.tensors}
     wanted = {tensor.name: tensor for tensor in expected}
     if sent == wanted:
@@ -123,7 +123,7 @@ def refuse_misfit(manifest: Manifest, expected: Sequence[TensorSpec]) -> None:
 
 
 def _padded(nbytes: int) -> int:
-    # At least one unit, also for a tensor without elements: no bucket is empty, and no two tensors share a place.
+    # At least one unit, also for an empty tensor: no bucket is empty, and no two tensors have the same offset.
     return max(1, math.ceil(nbytes / ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
 
@@ -133,7 +133,7 @@ def _violations(manifest: Manifest) -> Iterator[Violation]:
     if manifest.bucket_bytes <= 0:
         yield Violation("bucket_bytes", f"{manifest.bucket_bytes}: must be above 0")
     if len(manifest.digest) != 64 or not set(manifest.digest) <= set(string.hexdigits.lower()):
-        yield Violation("digest", f"{manifest.digest[:80]!r}: must be a BLAKE3 in lower-case hexadecimal")
+        yield Violation("digest", f"{manifest.digest[:80]!r}: must be a BLAKE3 digest in lower-case hexadecimal")
     if not manifest.tensors:
         yield Violation("tensors", "must not be empty")
     names: set[str] = set()

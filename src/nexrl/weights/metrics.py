@@ -1,7 +1,7 @@
-"""The one metric that several processes report: each under its own role."""
+"""The gauge of the policy version, which several processes report under their role."""
 
 from prometheus_client import Gauge
 
 POLICY_VERSION = Gauge(
-    "nexrl_policy_version", "Policy version, by role: committed, or what a replica serves; -1 for none.", ["role"]
+    "nexrl_policy_version", "Policy version by role: committed, or served by a replica; -1 for none.", ["role"]
 )

@@ -1,12 +1,12 @@
-"""Policy versions in a folder that trainer and replicas share: for a replica that joins late, or lost its weights.
+"""Stores policy versions in a folder that trainer and replicas share, for replicas that join late or restart.
 
     <path>/<experiment>/<model tag>/version_<n>/
         model.safetensors              the tensors
-        manifest.json                  policy version, tensors, digest: what the tensors must be, to be loaded
+        manifest.json                  policy version, tensors and digest, which are checked before loading
     <path>/<experiment>/<model tag>/.version_<n>.<random>.tmp    being written or removed; never read
 
-A version is written under a name of its own, forced to disk, and renamed: a kill at any instruction leaves all of it or
-nothing. The folder does not say which version is committed: a reader is told version and digest by weight sync.
+A version is written under a temporary name, forced to disk, and renamed. It is complete or absent, even if the writer
+is killed. The folder does not say which version is committed: weight sync tells readers its version and digest.
 """
 
 import errno
@@ -24,16 +24,16 @@ from uuid import uuid4
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from nexrl.durable import force_to_disk
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from nexrl.fsync import fsync_path
 from nexrl.spec import Experiment
 from nexrl.weights.manifest import ITEM_BYTES, Manifest, TensorSpec
 from nexrl.weights.packing import Snapshot, digest, named_chunks
 
 KEPT_VERSIONS = 2
-"""The newest, and the one before it, which a replica may still be reading."""
+"""The newest version, and the previous one, which a replica may still be reading."""
 ABANDONED_SECONDS = 3600.0
-"""What has had a temporary name for longer was left by a trainer that was killed: no version takes as long to write."""
+"""An older temporary folder belongs to a trainer that was killed: writing a version takes less time."""
 
 _MODEL = "model.safetensors"
 _MANIFEST = "manifest.json"
@@ -42,23 +42,23 @@ _DATA_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": 
 
 
 class PublishedVersions:
-    """The published versions of one model tag. The methods block; several processes may use a folder at a time."""
+    """The published versions of one model tag. Methods block. Several processes may use the folder at the same time."""
 
     def __init__(self, path: Path, model_tag: str) -> None:
-        """`path`: the folder of one experiment; made by the first `write`."""
+        """`path` is the folder of one experiment. The first `write` creates it."""
         self._folder = path / model_tag
 
     @classmethod
     def of(cls, experiment: Experiment) -> Self | None:
-        """Those of an experiment, for trainer and replicas alike; None without spec.weightSync.path."""
+        """Return the published versions of an experiment; None without spec.weightSync.path."""
         spec = experiment.spec
         path = spec.weight_sync.path
         return cls(Path(path) / experiment.metadata.name, spec.model.tag) if path else None
 
     def write(self, weights: Snapshot) -> None:
-        """Publish a version, in place of one with its number, and remove all but the KEPT_VERSIONS written last.
+        """Write a version, replacing one of the same number. Then remove all but the KEPT_VERSIONS written last.
 
-        Raises UnavailableError when it cannot be written.
+        Raises UnavailableError if the storage fails.
         """
         final = self._version(weights.manifest.policy_version)
         partial = self._temporary(final)
@@ -73,10 +73,10 @@ class PublishedVersions:
             self._prune()
 
     def manifest(self, policy_version: int) -> Manifest:
-        """What is published as `policy_version`.
+        """Return the manifest of a version.
 
-        Raises NotFoundError when nothing is, FailedPreconditionError when something else is, UnavailableError when the
-        storage fails.
+        Raises NotFoundError if the version is not there, FailedPreconditionError if its folder is wrong, and
+        UnavailableError if the storage fails.
         """
         path = self._version(policy_version) / _MANIFEST
         with _storage_errors(path):
@@ -97,15 +97,15 @@ class PublishedVersions:
     def read(self, manifest: Manifest, buffers: Sequence[Tensor]) -> None:
         """Fill packed buckets (uint8, shape [nbytes] each) with the version that `manifest` describes.
 
-        Raises FailedPreconditionError when the tensors are not those of the manifest, UnavailableError when the storage
-        fails; the buckets hold anything then.
+        Raises FailedPreconditionError if the tensors do not match the manifest, and UnavailableError if the storage
+        fails. The content of the buckets is undefined then.
         """
         path = self._version(manifest.policy_version) / _MODEL
-        # Read, not mapped: where the storage is a network's, a mapped file that is removed would end the process.
+        # Read, not mapped: on network storage, access to a mapped file that was removed kills the process.
         with _storage_errors(path), path.open("rb") as file:
             is_whole = _fill(file, manifest, buffers)
         if not is_whole or digest(manifest, buffers) != manifest.digest:
-            raise FailedPreconditionError(f"weights: {path} is torn or of another version than its {_MANIFEST} says")
+            raise FailedPreconditionError(f"weights: {path} is incomplete, or does not match its {_MANIFEST}")
 
     def _version(self, policy_version: int) -> Path:
         return self._folder / f"version_{policy_version}"
@@ -121,12 +121,12 @@ class PublishedVersions:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            self._remove(final)  # of an earlier run, or of a trainer that was here before
-        force_to_disk(self._folder)
+            self._remove(final)  # left by an earlier run, or by a previous trainer
+        fsync_path(self._folder)
 
     def _prune(self) -> None:
-        # By time, not by number: a trainer whose ledger has lost steps goes on with smaller numbers.
-        with suppress(FileNotFoundError):  # another trainer does the same
+        # By time, not by number: after the ledger has lost steps, the trainer continues with smaller numbers.
+        with suppress(FileNotFoundError):  # another trainer prunes, too
             versions = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
             for path in sorted(versions, key=_age)[:-KEPT_VERSIONS]:
                 self._remove(path)
@@ -135,15 +135,15 @@ class PublishedVersions:
                     shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove(self, path: Path) -> None:
-        # Renamed first: what is half removed must not look like a version.
+        # Rename first: a folder that is partly removed must not look like a version.
         aside = self._temporary(path)
-        with suppress(FileNotFoundError):  # another trainer was first
+        with suppress(FileNotFoundError):  # another trainer removed it first
             path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _age(path: Path) -> tuple[int, int]:
-    # Files are only added to a version before it has its name; the number decides between two of one tick of the clock.
+    # A version does not change after its rename. The number breaks the tie between two with the same time.
     return path.stat().st_mtime_ns, int(path.name.removeprefix("version_"))
 
 
@@ -156,11 +156,11 @@ def _write_files(folder: Path, weights: Snapshot) -> None:
             file.write(chunks[tensor.name])
     (folder / _MANIFEST).write_bytes(TypeAdapter(Manifest).dump_json(manifest, indent=1))
     for path in (folder / _MODEL, folder / _MANIFEST, folder):
-        force_to_disk(path)
+        fsync_path(path)
 
 
 def _fill(file: BufferedReader, manifest: Manifest, buffers: Sequence[Tensor]) -> bool:
-    """Read the tensors into their places; False when the file does not hold exactly these."""
+    """Read the tensors into the buffers. Return False if the file does not hold exactly these."""
     chunks = {name: chunk for name, chunk, _ in named_chunks(manifest, buffers)}
     header = _header(manifest)
     if file.read(len(header)) != header:
@@ -172,7 +172,7 @@ def _fill(file: BufferedReader, manifest: Manifest, buffers: Sequence[Tensor]) -
 
 
 def _header(manifest: Manifest) -> bytes:
-    """The beginning of a safetensors file: the length of a JSON object, and the object, which says where what is."""
+    """Return the header of a safetensors file: the length of a JSON object, and the object, which lists the tensors."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in _in_file_order(manifest):
@@ -185,7 +185,7 @@ def _header(manifest: Manifest) -> bytes:
 
 
 def _in_file_order(manifest: Manifest) -> list[TensorSpec]:
-    """Large elements first: safetensors has no padding, and readers want every tensor aligned to its elements."""
+    """Return the tensors with the largest elements first: that aligns each one, because safetensors has no padding."""
     return sorted(manifest.tensors, key=lambda tensor: -ITEM_BYTES[tensor.data_type])
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of weight sync: offers a version, broadcasts it, has it committed, and serves late joiners."""
+"""The trainer's side of weight sync: prepares, broadcasts and commits a version, and again for replicas that join."""
 
 import asyncio
 import logging
@@ -12,10 +12,11 @@ from torch import Tensor
 from nexrl.errors import LeaseLostError, NexrlError, NotFoundError, UnavailableError
 from nexrl.rpc.client import call, is_passing, new_request_id, watch
 from nexrl.v1 import weight_sync_service_pb2 as pb
-from nexrl.weights.codec import manifest_to_wire, rendezvous_from_wire
+from nexrl.weights.manifest_proto import manifest_to_wire
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.rendezvous import Rendezvous
+from nexrl.weights.rendezvous_proto import rendezvous_from_wire
 from nexrl.weights.transport import Sender
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ MARGIN_SECONDS = 10.0
 FIRST_BACKOFF_SECONDS = 0.05
 REPUBLISH_SECONDS = 1.0
 CATCH_UP_SECONDS = 10.0
-"""Time in which a replica may take the committed version from the shared folder before all are given it again."""
+"""Time for a replica to read the committed version from the shared folder, before it is broadcast again to all."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What became of one version. `committed_version` is above `policy_version` when a newer one was there already."""
+    """Result of a publish. `committed_version` is above `policy_version` if a newer version was committed first."""
 
     policy_version: int
     committed_version: int
@@ -46,9 +47,9 @@ class Publication:
 class WeightPublisher:
     """Publishes versions of one model tag, one at a time.
 
-    It keeps a packed copy of the newest one in host memory: the copy is what is broadcast, so that training may change
-    the weights meanwhile, and a replica that joins later can be served at any time. With a shared folder it writes each
-    committed version there, too, and broadcasts again only for a replica that did not help itself.
+    It broadcasts a packed copy of the newest version and keeps the copy in host memory. So training may change the
+    weights meanwhile, and a replica that joins later can get the version at any time. With a shared folder, each
+    committed version is also written there, and is broadcast again only if a replica did not read it from there.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class WeightPublisher:
         timeout_seconds: float,
         published: PublishedVersions | None = None,
     ) -> None:
-        """`bucket_bytes` and `timeout_seconds` (for one sync): spec.weightSync. The sender is closed by `close`."""
+        """`bucket_bytes` and `timeout_seconds` (of a sync) are those of spec.weightSync. `close` closes the sender."""
         self._stub = stub
         self._sender = sender
         self._model_tag = model_tag
@@ -69,7 +70,7 @@ class WeightPublisher:
         self._timeout_seconds = timeout_seconds
         self._published = published
         self.newest_version: int | None = None
-        """For the next `publish`, after a resume: the newest version that can be made of what the ledger holds."""
+        """Set after a resume, for the next `publish`: the newest version that the ledger's steps can lead to."""
         self._one_at_a_time = asyncio.Lock()
         self._snapshot: Snapshot | None = None
         self._replicas = pb.WatchReplicasResponse(committed_version=-1)
@@ -80,14 +81,14 @@ class WeightPublisher:
         self._has_unshared = asyncio.Event()
 
     async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Publication:
-        """Bring `policy_version` to the replicas; returns when at least one serves it.
+        """Publish `policy_version`. Returns when at least one replica serves it.
 
-        Waits without limit for a replica and for the end of a validation. The tensors must not change before it
-        returns. Raises UnavailableError when five attempts at the transfer failed.
+        Waits without limit for a replica, and for the end of a validation. The tensors must not change before it
+        returns. Raises UnavailableError after MAX_ATTEMPTS failed transfers.
         """
         began = time.monotonic()
         async with self._one_at_a_time:
-            # What is being written to the shared folder must stay; what was broadcast need not.
+            # Reuse the memory of the previous copy, unless it may still be being written to the shared folder.
             replaced = self._snapshot if self._published is None else None
             if replaced is not None:
                 self._snapshot = None
@@ -105,10 +106,10 @@ class WeightPublisher:
         return Publication(policy_version, committed_version, packed.manifest.nbytes, attempts, seconds)
 
     async def keep_replicas_current(self) -> None:
-        """Follow the replicas for as long as the task lives: run it beside the training loop.
+        """Follow the replicas until the task is cancelled. Run it in the background of the training loop.
 
         A replica that joined or lost its weights gets the committed version again, also while the loop waits for a
-        batch: in mode sync nothing else could end that wait. A transfer whose member is gone is called off at once.
+        batch: in mode sync, nothing else would end that wait. A transfer is aborted at once if a member is gone.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_replicas())
@@ -120,7 +121,7 @@ class WeightPublisher:
         await asyncio.to_thread(self._sender.close)
 
     async def _publish(self, packed: Snapshot) -> tuple[int, int]:
-        """Attempt until a version at least as new is committed; gives that version and the number of attempts."""
+        """Retry until this version, or a newer one, is committed. Return that version and the number of attempts."""
         version, reason = packed.manifest.policy_version, ""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -135,10 +136,12 @@ class WeightPublisher:
                 reason = answer.reason
             log.warning("attempt %d to publish version %d failed: %s", attempt, version, reason)
             await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2**attempt)
-        raise UnavailableError(f"version {version} not published in {MAX_ATTEMPTS} attempts; the last: {reason}")
+        raise UnavailableError(
+            f"version {version} could not be published in {MAX_ATTEMPTS} attempts; last error: {reason}"
+        )
 
     async def _attempt(self, packed: Snapshot, *, wait_seconds: float) -> pb.CommitSyncResponse:
-        """One sync, from prepare to commit. With a `wait_seconds` of 0 it is given up when it cannot begin at once."""
+        """Make one sync, from prepare to commit. With `wait_seconds` 0, give up if it cannot begin at once."""
         views = self._views
         while True:
             try:
@@ -168,7 +171,7 @@ class WeightPublisher:
     async def _commit(self, packed: Snapshot, prepared: pb.PrepareSyncResponse, views: int) -> pb.CommitSyncResponse:
         self._sync_id = prepared.sync_id
         try:
-            if self._views != views:  # a member may have gone before this sync was known here
+            if self._views != views:  # the replicas changed before `_sync_id` was set: a member may be gone
                 await self._call_off_broken_transfer()
             transferred = await self._broadcast(packed, rendezvous_from_wire(prepared.rendezvous))
         finally:
@@ -176,10 +179,10 @@ class WeightPublisher:
         request = pb.CommitSyncRequest(
             request_id=new_request_id(), model_tag=self._model_tag, sync_id=prepared.sync_id, transferred=transferred
         )
-        # Twice: the replicas have this time to finish receiving, and again to begin to serve.
+        # Twice the timeout: once to finish receiving, and once to load the weights.
         answer = await call(self._stub.CommitSync, request, timeout_seconds=2 * self._timeout_seconds + MARGIN_SECONDS)
         if answer.committed and self._published is not None:
-            # Not beside the broadcast, which would have less of processors and memory: measured, half as long again.
+            # Written after the broadcast: writing at the same time made the broadcast 1.5 times as long.
             self._unshared = packed
             self._has_unshared.set()
         return answer
@@ -208,16 +211,16 @@ class WeightPublisher:
                 await self._call_off_broken_transfer()
 
     async def _call_off_broken_transfer(self) -> None:
-        """A member that is gone cannot join; without this, the others would wait for it until their timeout."""
+        """Abort the transfer if a member is gone. Otherwise the other members would wait for it until their timeout."""
         sync_id = self._sync_id
         state = await self._state()
         if state.sync_id != sync_id and self._sync_id == sync_id:
-            log.warning("sync %s is over before its transfer is: a member is gone", sync_id)
+            log.warning("sync %s ended before its transfer: a member is gone", sync_id)
             self._sync_id = ""
             self._sender.close_group()
 
     async def _share(self) -> None:
-        """Write what is committed to the shared folder; of versions that come faster than it takes them, the newest."""
+        """Write committed versions to the shared folder. If they come faster than it can write, only the newest."""
         while self._published is not None:
             await self._has_unshared.wait()
             self._has_unshared.clear()
@@ -235,28 +238,28 @@ class WeightPublisher:
             if self._published is not None and not await self._has_replica_that_stays_stale():
                 continue
             if not await self._serve_stale_replicas():
-                # A failure need not change the replicas: without this there might be no other occasion.
+                # Retry: a failure does not always change the replicas, so nothing else may wake this loop.
                 await asyncio.sleep(REPUBLISH_SECONDS)
                 self._replicas_changed.set()
 
     async def _has_replica_that_stays_stale(self) -> bool:
-        """True when a replica that lacks the version still does after CATCH_UP_SECONDS."""
+        """Return whether a replica that lacks the version still lacks it after CATCH_UP_SECONDS."""
         stale = self._stale_replica_ids()
         if not stale:
             return False
         await asyncio.sleep(CATCH_UP_SECONDS)
         stale_now = self._stale_replica_ids()
-        if stale_now - stale:  # who came meanwhile has the same time
+        if stale_now - stale:  # replicas that joined meanwhile have the same time
             self._replicas_changed.set()
         return bool(stale_now & stale)
 
     async def _serve_stale_replicas(self) -> bool:
-        """Publish the committed version again if a replica lacks it; False when that failed."""
+        """Publish the committed version again if a replica lacks it. Return False if that failed."""
         async with self._one_at_a_time:
             packed = self._snapshot
             if packed is None or not self._stale_replica_ids():
                 return True
-            log.info("version %d again, for a replica that lacks it", packed.manifest.policy_version)
+            log.info("publishing version %d again for a replica that lacks it", packed.manifest.policy_version)
             try:
                 answer = await self._attempt(packed, wait_seconds=0)
             except NexrlError as error:
@@ -265,8 +268,8 @@ class WeightPublisher:
             return answer.committed
 
     def _stale_replica_ids(self) -> set[str]:
-        """Replicas that the version in memory would help."""
-        # Below it, weight sync has forgotten the version, as its Redis lost what was stored last: no replica is ready.
+        """Return the replicas that need the version in memory."""
+        # committed_version is lower if the Redis of weight sync lost its last writes. Then no replica is ready.
         if self._snapshot is None or self._replicas.committed_version > self._snapshot.manifest.policy_version:
             return set()
         return {replica.replica_id for replica in self._replicas.replicas if not replica.ready}
@@ -277,5 +280,5 @@ class WeightPublisher:
 
 
 def _is_retriable(error: NexrlError) -> bool:
-    """True when another attempt may succeed: a peer was gone, or weight sync was restarted and forgot the sync."""
+    """Return whether another attempt may succeed: a peer was gone, or weight sync restarted and lost the sync."""
     return is_passing(error) or isinstance(error, NotFoundError)

@@ -1,4 +1,4 @@
-"""A replica's side of weight sync: receives a version beside the one it serves, and hands it over at the commit."""
+"""The replica's side of weight sync: receives a version while another is served, and hands it over at the commit."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ NO_VERSION = -1
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """A received version: the tensors are packed in `buffers`. `digest` is that of the bytes that arrived.
+    """A received version. `buffers` holds the packed tensors; `digest` is that of the bytes that arrived.
 
-    `sync_id` is empty when no sync brought it.
+    `sync_id` is empty if the version did not come from a sync.
     """
 
     sync_id: str
@@ -30,21 +30,21 @@ class StagedWeights:
 
     @property
     def policy_version(self) -> int:
-        """The version that this is."""
+        """The policy version of these weights."""
         return self.manifest.policy_version
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """By name, views of the buffers."""
+        """Return the tensors by name, as views of the buffers."""
         return unpack(self.manifest, self.buffers)
 
 
 class WeightReceiver:
-    """Receives and stages weights of one model. It holds at most one staged version, that of the newest sync."""
+    """Receives and stages weights of one model. It keeps at most one staged version, that of the newest sync."""
 
     def __init__(
         self, expected: Sequence[TensorSpec], allocate: Callable[[Manifest], Sequence[Tensor]] = allocate
     ) -> None:
-        """`expected`: the model's tensors, in any order (`packing.tensor_specs`). `allocate`: memory for buckets."""
+        """`expected` lists the model's tensors in any order (`packing.tensor_specs`). `allocate` makes the buckets."""
         self._expected = tuple(expected)
         self._allocate = allocate
         self._receiver = Receiver()
@@ -52,20 +52,20 @@ class WeightReceiver:
         self._staged: StagedWeights | None = None
         self._served_sync_id = ""
         self.policy_version = NO_VERSION
-        """The version that is served; -1 while none is."""
+        """The version that is served; -1 if none is."""
         self.digest = ""
-        """Digest of the version that is served; empty while none is."""
+        """Digest of the version that is served; empty if none is."""
 
     async def receive(self, sync_id: str, rendezvous: Rendezvous, manifest: Manifest) -> str:
-        """Receive one version and stage it; gives the digest of what arrived. Drops what an older sync staged.
+        """Receive one version, stage it, and return its digest. Drops the version that an older sync staged.
 
-        Raises InvalidArgumentError for a manifest that does not fit the model, UnavailableError when a peer failed.
+        Raises InvalidArgumentError if the manifest does not fit the model, and UnavailableError if a peer failed.
         """
         self._newest_sync_id, self._staged = sync_id, None
         try:
             refuse_misfit(manifest, self._expected)
         except InvalidArgumentError:
-            self._receiver.close_group()  # so that a trainer that broadcasts already sees that this member is gone
+            self._receiver.close_group()  # a trainer that broadcasts already then sees that this member is gone
             raise
         group = self._receiver.group(rendezvous)
         try:
@@ -80,10 +80,10 @@ class WeightReceiver:
         return arrived
 
     async def read(self, published: PublishedVersions, policy_version: int, digest: str) -> StagedWeights:
-        """Read a version from the shared folder, to be loaded; what a sync stages meanwhile is left alone.
+        """Return a version from the shared folder. A version that a sync stages meanwhile is not affected.
 
-        Raises NotFoundError when it is not there, FailedPreconditionError when what is there is not whole, or not that
-        of `digest`, InvalidArgumentError when it does not fit the model.
+        Raises NotFoundError if the version is not there, FailedPreconditionError if it is incomplete or has another
+        digest, and InvalidArgumentError if it does not fit the model.
         """
         manifest = await asyncio.to_thread(published.manifest, policy_version)
         if manifest.digest != digest:
@@ -94,9 +94,9 @@ class WeightReceiver:
         return StagedWeights("", manifest, buffers, manifest.digest)
 
     async def take(self, sync_id: str) -> StagedWeights | None:
-        """What `sync_id` staged, to be loaded; None when it is served already. Call `mark_served` once it is loaded.
+        """Return the version that `sync_id` staged; None if it is served already. Call `mark_served` after loading.
 
-        Raises FailedPreconditionError when that sync staged nothing here.
+        Raises FailedPreconditionError if that sync staged nothing here.
         """
         if sync_id and sync_id == self._served_sync_id:
             return None
@@ -105,14 +105,14 @@ class WeightReceiver:
         return self._staged
 
     def mark_served(self, staged: StagedWeights) -> None:
-        """Note that the engine serves `staged` now, and release the staging memory."""
+        """Record that the engine serves `staged`, and release the staging memory."""
         self.policy_version, self.digest = staged.policy_version, staged.digest
         self._served_sync_id = staged.sync_id
         if self._staged is staged:
             self._staged = None
 
     def mark_lost(self, staged: StagedWeights) -> None:
-        """Note that the engine could not load `staged`, and serves no complete version."""
+        """Record that the engine failed to load `staged`, and now serves no complete version."""
         self.policy_version, self.digest, self._served_sync_id = NO_VERSION, "", ""
         if self._staged is staged:
             self._staged = None

@@ -1,4 +1,4 @@
-"""Where and as whom a process joins the broadcast of one membership epoch."""
+"""The rendezvous of a broadcast: where a process joins the group of one epoch, and with which rank."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ TRAINER_RANK = 0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address of the trainer's TCP store, this process's rank (the trainer is 0), and patience with a silent peer.
+    """Address of the trainer's TCP store, rank of this process (the trainer is 0), and timeout for a silent peer.
 
-    Raises InvalidArgumentError for numbers with which no group can form.
+    Raises InvalidArgumentError for values with which no group can form.
     """
 
     epoch: int
@@ -23,6 +23,8 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         if self.epoch < 1 or not self.host or not 0 < self.port < 65536 or self.timeout_seconds <= 0:
-            raise InvalidArgumentError(f"rendezvous: no host, or a number that is not above 0: {self}")
+            raise InvalidArgumentError(
+                f"rendezvous: {self}: host must not be empty; epoch, port (up to 65535) and timeout must be above 0"
+            )
         if not 0 <= self.rank < self.world_size:
             raise InvalidArgumentError(f"rendezvous: rank {self.rank} is not below world_size {self.world_size}")

@@ -1,6 +1,6 @@
-"""The broadcast of packed buckets over a torch.distributed process group that is nobody's default group.
+"""Broadcasts packed buckets over a torch.distributed process group of its own, never the default group.
 
-Every blocking function here ends, with UnavailableError, when a peer is gone or silent for the rendezvous' timeout.
+Each blocking function raises UnavailableError if a peer is gone, or silent for the timeout of the rendezvous.
 """
 
 import logging
@@ -20,18 +20,18 @@ from nexrl.weights.rendezvous import TRAINER_RANK, Rendezvous
 log = logging.getLogger(__name__)
 
 STORE_SECONDS = 30.0
-"""Longest time of a single operation on the trainer's own TCP store."""
+"""Timeout of one operation on the trainer's own TCP store."""
 REACH_SECONDS = 5.0
-"""Longest time in which the trainer's store, which listens before a replica is told of it, answers a new client."""
+"""Timeout to connect to the trainer's store. It listens before replicas are told its address."""
 _BACKLOG = 128
-_GO, _CALLED_OFF = "go", "called off"
+_GO, _ABORTED = "go", "aborted"
 
 
 class Sender:
-    """The trainer's end (rank 0). Its TCP store listens from construction to `close`, and serves every epoch."""
+    """The trainer's end (rank 0). Its TCP store listens until `close` and serves all epochs."""
 
     def __init__(self, host: str) -> None:
-        """`host`: this machine's address, as replicas reach it. Raises FailedPreconditionError if it is none."""
+        """`host` is the address at which replicas reach this machine. Raises FailedPreconditionError if it is not."""
         self.host = host
         self._store = _listening_store(host)
         self._group: Group | None = None
@@ -43,18 +43,18 @@ class Sender:
 
     @property
     def open_epoch(self) -> int:
-        """The epoch whose group is open, so that it can be used again; 0 for none."""
+        """Epoch of the open group, which can be used again; 0 if none is open."""
         return self._group.epoch if self._group is not None and self._group.is_open else 0
 
     def group(self, rendezvous: Rendezvous) -> "Group":
-        """The group of the rendezvous' epoch: the open one, or one that joins when it is first used."""
+        """Return the group of the epoch: the open one, or a new one that joins at its first use."""
         if self._group is None or self.open_epoch != rendezvous.epoch:
             self.close_group()
             self._group = Group(rendezvous, lambda: (_clone(self._store), self.host))
         return self._group
 
     def close_group(self) -> None:
-        """Leave the open group, if any; its other members notice."""
+        """Leave the open group, if there is one. Its other members notice."""
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -72,27 +72,27 @@ class Receiver:
         self._group: Group | None = None
 
     def group(self, rendezvous: Rendezvous) -> "Group":
-        """The group of the rendezvous' epoch: the open one, or one that joins when it is first used."""
+        """Return the group of the epoch: the open one, or a new one that joins at its first use."""
         if self._group is None or not self._group.is_open or self._group.epoch != rendezvous.epoch:
             self.close_group()
             self._group = Group(rendezvous, lambda: _reached_store(rendezvous))
         return self._group
 
     def close_group(self) -> None:
-        """Leave the open group, if any; its other members notice."""
+        """Leave the open group, if there is one. Its other members notice."""
         if self._group is not None:
             self._group.abort()
             self._group = None
 
 
 class Group:
-    """One membership of one epoch. `send` and `receive` block, in a thread; `abort` may be called from any other.
+    """The process group of one epoch. `send` and `receive` block; `abort` may be called from another thread.
 
-    A group that failed or was aborted is closed for good: the next sync needs a new epoch.
+    A group that failed or was aborted stays closed: the next sync needs a new epoch.
     """
 
     def __init__(self, rendezvous: Rendezvous, open_store: Callable[[], tuple[TCPStore, str]]) -> None:
-        """`open_store` gives a connection to the TCP store, and the address at which this process takes connections."""
+        """`open_store` returns a connection to the TCP store, and the address of this process for its peers."""
         self._rendezvous = rendezvous
         self._open_store = open_store
         self._store: TCPStore | None = None
@@ -107,7 +107,7 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """True until it fails or is aborted."""
+        """False once it has failed or was aborted."""
         return not self._is_closed
 
     def send(self, buffers: Sequence[Tensor]) -> None:
@@ -118,25 +118,25 @@ class Group:
                 self._broadcast(buffer)
 
     def receive(self, buffers: Sequence[Tensor]) -> None:
-        """Fill the buckets, each uint8 of shape [nbytes], with what the trainer sends."""
+        """Receive the trainer's buckets into `buffers`, each uint8 of shape [nbytes]."""
         with self._closed_on_failure():
             self._join()
             for buffer in buffers:
                 self._broadcast(buffer)
 
     def abort(self) -> None:
-        """Close the group. A call that blocks in it ends; by the trainer, also those of members that wait to join."""
+        """Close the group, which ends a blocking call in it. The trainer also ends the wait of members that join."""
         self._is_closed = True
         self._wake.set()
         if self._rendezvous.rank == TRAINER_RANK and self._store is not None and self._process_group is None:
-            # A clone, because the connection itself is taken by the call that waits for the verdict.
-            self._keys(_clone(self._store)).compare_set("verdict", "", _CALLED_OFF)
+            # A clone, because the call that waits for the verdict blocks the connection itself.
+            self._keys(_clone(self._store)).compare_set("verdict", "", _ABORTED)
         self._process_group = None
 
     def _join(self) -> None:
         """Wait for all members, then connect to each.
 
-        The verdict comes before connecting because Gloo's own wait for members cannot be called off.
+        Members wait for the verdict in the store before Gloo connects, because Gloo's own wait cannot be aborted.
         """
         if self._process_group is not None:
             return
@@ -147,7 +147,7 @@ class Group:
         self._refuse_if_closed()
         keys.wait(["verdict"], timeout)
         if keys.get("verdict").decode() != _GO:
-            raise UnavailableError(f"weights: the trainer called off epoch {self.epoch}")
+            raise UnavailableError(f"weights: the trainer aborted epoch {self.epoch}")
         self._process_group = _gloo_group(keys, self._rendezvous, host, timeout)
 
     def _broadcast(self, buffer: Tensor) -> None:
@@ -159,7 +159,7 @@ class Group:
         work = process_group.broadcast([buffer], options)
         future = work.get_future()
         future.add_done_callback(lambda _: done.set())
-        done.wait()  # ends at the latest with the group's own timeout
+        done.wait()  # at most for the timeout of the group
         if not future.done():
             _abandon(process_group, work)
             self._refuse_if_closed()
@@ -167,7 +167,7 @@ class Group:
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
-            raise UnavailableError(f"weights: the transfer of epoch {self.epoch} was called off")
+            raise UnavailableError(f"weights: the transfer of epoch {self.epoch} was aborted")
 
     def _keys(self, store: TCPStore) -> PrefixStore:
         return PrefixStore(f"nexrl/weights/{self.epoch}", store)
@@ -176,7 +176,7 @@ class Group:
     def _closed_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # torch.distributed's, for a peer or store that is gone or silent
+        except RuntimeError as error:  # raised by torch.distributed if a peer or the store is gone or silent
             self._is_closed, self._process_group = True, None
             raise UnavailableError(f"weights: transfer of epoch {self.epoch}: {str(error).splitlines()[0]}") from error
         except BaseException:
@@ -185,13 +185,13 @@ class Group:
 
 
 def _clone(store: TCPStore) -> TCPStore:
-    """Another connection to the same store."""
+    """Return another connection to the same store."""
     clone: TCPStore = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     return clone
 
 
 def _gloo_group(store: PrefixStore, rendezvous: Rendezvous, host: str, timeout: timedelta) -> Any:
-    # Constructed, not initialised: neither trainer nor engine may find its own default group changed.
+    # Constructed directly: init_process_group would change the default group of the trainer or the engine.
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -199,7 +199,7 @@ def _gloo_group(store: PrefixStore, rendezvous: Rendezvous, host: str, timeout: 
 
 
 def _abandon(process_group: Any, work: Any) -> None:
-    """Keep a broadcast that was given up until it ends: Gloo cannot cancel it, and to free the group would wait."""
+    """Keep an aborted broadcast in a thread until it ends. Gloo cannot cancel it, and freeing the group would block."""
 
     def outlive() -> None:
         try:
@@ -222,19 +222,19 @@ def _listening_store(host: str) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_SECONDS),
-        master_listen_fd=listener.detach(),  # the store alone would listen on every interface
+        master_listen_fd=listener.detach(),  # without this, the store would listen on every interface
     )
 
 
 def _reached_store(rendezvous: Rendezvous) -> tuple[TCPStore, str]:
-    """A connection to the trainer's store, and this machine's address on the way there."""
+    """Return a connection to the trainer's store, and the local address of that connection."""
     try:
-        # Tried by hand first: the store's own client goes on trying a refused port until its timeout.
+        # Try a plain connection first: the store's client would retry a refused port until its timeout.
         with socket.create_connection((rendezvous.host, rendezvous.port), rendezvous.timeout_seconds) as probe:
             local_host = probe.getsockname()[0]
     except OSError as error:
         raise UnavailableError(f"weights: no trainer at {rendezvous.host}:{rendezvous.port}: {error}") from None
-    # A trainer that dies from here on is tried again and again until then, and nothing can call that off.
+    # If the trainer dies now, the client retries until this timeout, and nothing can abort it.
     reach = timedelta(seconds=min(REACH_SECONDS, rendezvous.timeout_seconds))
     store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=reach)
     store.set_timeout(timedelta(seconds=rendezvous.timeout_seconds))

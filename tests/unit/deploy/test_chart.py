@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from nexrl.tls import OPERATOR
-from nexrl_controller.operator.settings import OperatorSettings
-from nexrl_controller.release_secrets import ReleaseSettings
+from nexrl_operator.release_secrets import ReleaseSettings
+from nexrl_operator.settings import OperatorSettings
 from tests.support.helm import (
     CHART,
     EVERYTHING,
@@ -174,7 +174,7 @@ def test_definition_is_kept_unless_asked() -> None:
 
 
 def test_nothing_of_ours_is_a_custom_resource() -> None:
-    """Its definition may not be there yet when Helm looks at all objects before it makes the first."""
+    """Helm validates all objects before it creates the first, when the definition may not exist yet."""
     assert not of_kind(objects(EVERYTHING), "Experiment")
 
 
@@ -273,7 +273,7 @@ def test_operator_reads_the_certificate_that_the_chart_asks_for() -> None:
 
 
 def test_labels_of_a_metric_are_kept() -> None:
-    """A restart is of a component, and a phase of an experiment's namespace, whoever tells of it."""
+    """Prometheus must not replace a metric's own `component` or `namespace` by that of the pod it reads from."""
     (service,) = of_kind(objects(EVERYTHING), "ServiceMonitor")
     (pod,) = of_kind(objects(EVERYTHING), "PodMonitor")
     for endpoint in (*service["spec"]["endpoints"], *pod["spec"]["podMetricsEndpoints"]):
@@ -281,7 +281,7 @@ def test_labels_of_a_metric_are_kept() -> None:
 
 
 def test_redis_loads_a_certificate_that_has_changed(tmp_path: Path) -> None:
-    """Its readiness probe asks it to, until it does; what it refuses does not make it unready."""
+    """Its readiness probe requests the load until it succeeds. A refused load does not make Redis unready."""
     certificate, refusal, calls = tmp_path / "tls.crt", tmp_path / "refused", tmp_path / "calls"
     (script,) = [item["data"]["ready"] for item in of_kind(objects(()), "ConfigMap") if "ready" in item.get("data", {})]
     script = script.replace("/etc/nexrl/tls", str(tmp_path)).replace("/run/redis", str(tmp_path))

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from nexrl_controller.logging_backends import PROMETHEUS_NAMES
-from tests.support.guide import ROOT
 from tests.support.helm import CHART
+from tests.support.marks import ROOT
 
 BOARDS = sorted(CHART.glob("files/dashboards/*.json"))
 ALERTS = [

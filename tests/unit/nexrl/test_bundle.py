@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from nexrl.spec import SpecError, load_experiment, load_resolved, yaml_core
+from nexrl.spec import SpecError, load_experiment, load_resolved, validate_file, yaml_core
 from nexrl.spec.bundle import bundle
 from nexrl.spec.crd import crd_file
-from tests.support.guide import ROOT
+from tests.support.marks import ROOT
+from tests.support.packages import needs_reasoning_gym
 
 CRD_FILE = ROOT / "deploy/helm/files/experiments.nexrl.dev.yaml"
 
@@ -40,10 +41,36 @@ def test_a_package_is_not_bundled(tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
     (tmp_path / "task/__init__.py").write_text("")
     (tmp_path / "x.yaml").write_text("spec: {data: {type: python, factory: task:tasks}}\n")
-    with pytest.raises(SpecError, match="put it into an image"):
+    with pytest.raises(SpecError, match="install it in an image"):
         bundle(tmp_path / "x.yaml")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a = 1\ndef f(:\n", "line 2: not valid Python: invalid syntax"),
+        (b"a = 1\n\nb = '\xe9'\n", "line 3: not UTF-8: "),
+        (b"# coding: latin-1\nb = '\xe9'\n", "line 2: not UTF-8: "),
+        (b"a = '\0'\n", "line 1: not valid Python: "),
+    ],
+    ids=["syntax", "encoding", "declared encoding", "null byte"],
+)
+def test_a_module_that_python_cannot_read_is_named_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.yaml").write_text("spec: {data: {type: python, factory: task:tasks}}\n")
+    (tmp_path / "task.py").write_text("import words\n")
+    (tmp_path / "words.py").write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        bundle(tmp_path / "x.yaml")
+    assert str(caught.value.violations[0]).startswith(f"{tmp_path / 'words.py'} {message}")
+
+
 def test_the_definition_is_up_to_date_and_small() -> None:
-    assert CRD_FILE.read_text() == crd_file(), "run: python -m nexrl.spec.crd > deploy/helm/files/..."
+    assert CRD_FILE.read_text() == crd_file(), "run: make spec"
     assert len(CRD_FILE.read_bytes()) < 100_000
+
+
+@pytest.mark.parametrize(
+    "example", ["sort-digits/experiment.yaml", pytest.param("smollm2-arithmetic.yaml", marks=needs_reasoning_gym)]
+)
+def test_examples_can_run_here(example: str) -> None:
+    assert validate_file(ROOT / "examples" / example) == []

@@ -1,4 +1,4 @@
-"""Tasks: their order is a function of seed and epoch; whatever is wrong with them is named by file, line and field."""
+"""Tasks: seed and epoch determine their order, and an error names file, line and field."""
 
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,11 @@ from pyarrow import parquet
 
 from nexrl.datasets import MAX_REPORTED, DatasetError, TaskSource, open_dataset, open_datasets
 from nexrl.spec import ExperimentSpec
-from nexrl.spec.experiment import (
-    JsonlDataSpec,
-    MockDataSpec,
-    ModelSpec,
-    ParquetDataSpec,
-    PythonDataSpec,
-    ReasoningGymDataSpec,
-    TrainerSpec,
-    ValidationSpec,
-)
+from nexrl.spec.data import JsonlDataSpec, MockDataSpec, ParquetDataSpec, PythonDataSpec, ReasoningGymDataSpec
+from nexrl.spec.model import PathModel
+from nexrl.spec.trainer import TrainerSpec
+from nexrl.spec.validation import ValidationSpec
+from tests.support.packages import needs_reasoning_gym
 
 SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -90,7 +85,7 @@ def test_tasks_may_have_no_answer(tmp_path: Path) -> None:
     [
         (b"{", "not JSON: Expecting property name"),
         (b"\xff{}", "not UTF-8"),
-        (b"[1]", "a mapping is needed, not list"),
+        (b"[1]", "is list; must be a mapping"),
         (b'{"answer": "b"}', "field 'prompt' must be text, but is missing; found answer"),
         (b'{"prompt": 3, "answer": "b"}', "field 'prompt' must be text, not 3"),
         (b'{"prompt": "", "answer": "b"}', "field 'prompt' must be text"),
@@ -142,6 +137,7 @@ def test_a_parquet_file_without_the_column_or_without_parquet_is_refused(tmp_pat
         open_dataset(ParquetDataSpec(type="parquet", path="t"), tmp_path)
 
 
+@needs_reasoning_gym
 def test_reasoning_gym_tasks_depend_on_the_seed_only() -> None:
     def prompts(seed: int) -> list[str]:
         data = ReasoningGymDataSpec(type="reasoning_gym", name="chain_sum", config=SUMS, size=5, seed=seed)
@@ -150,6 +146,7 @@ def test_reasoning_gym_tasks_depend_on_the_seed_only() -> None:
     assert prompts(1) == prompts(1) != prompts(2)
 
 
+@needs_reasoning_gym
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
@@ -178,6 +175,7 @@ def test_a_factory_beside_the_file_is_called_with_the_split(tmp_path: Path) -> N
     ("module", "body", "words"),
     [
         ("tasks_raise", "raise KeyError('x')", r"raised KeyError: 'x'"),
+        ("tasks_exit", "raise SystemExit(1)", r"raised SystemExit: 1"),
         ("tasks_none", "return None", "must return a sequence"),
         ("tasks_rows", "return [{'prompt': 'a'}]", "row 0: field 'answer'"),
         ("tasks_syntax", "return (", "cannot import tasks_syntax: SyntaxError"),
@@ -202,13 +200,14 @@ def experiment(*, held_out: bool) -> ExperimentSpec:
         data=ReasoningGymDataSpec.model_validate({**sums, "size": 20, "seed": 1}), held_out=held_out
     )
     return ExperimentSpec(
-        model=ModelSpec(path="x"),
+        model=PathModel(path="x"),
         data=ReasoningGymDataSpec.model_validate({**sums, "size": 200}),
         trainer=TrainerSpec(steps=1),
         validation=validation,
     )
 
 
+@needs_reasoning_gym
 def test_held_out_prompts_are_left_out_of_training() -> None:
     def overlap(*, held_out: bool) -> int:
         train, validation = open_datasets(experiment(held_out=held_out), Path())
@@ -220,6 +219,7 @@ def test_held_out_prompts_are_left_out_of_training() -> None:
     assert overlap(held_out=True) == 0
 
 
+@needs_reasoning_gym
 def test_training_on_nothing_but_held_out_prompts_is_refused() -> None:
     same = experiment(held_out=True)
     spec = same.model_copy(update={"validation": ValidationSpec(data=same.data)})

@@ -1,4 +1,4 @@
-"""Environments: outcomes that mean something, and references to them."""
+"""Environments: valid outcomes, and references to environments."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from nexrl.errors import InvalidArgumentError
 
 
 def test_failure_cannot_carry_a_reward_and_a_success_must() -> None:
-    with pytest.raises(InvalidArgumentError, match="only ok and truncated"):
+    with pytest.raises(InvalidArgumentError, match="ok and truncated require a reward"):
         Outcome("env_error", 0.0)
-    with pytest.raises(InvalidArgumentError, match="only ok and truncated"):
+    with pytest.raises(InvalidArgumentError, match="ok and truncated require a reward"):
         Outcome("ok")
 
 
@@ -28,7 +28,12 @@ def test_environment_is_loaded_by_reference_from_the_users_folder(tmp_path: Path
         "from nexrl.environment import ChatLoop\n"
         "def game():\n    return ChatLoop(object, max_turns=1)\n"
         "class Wrong:\n    pass\n"
+        "class Sync:\n    def run(self, task, endpoint):\n        pass\n"
+        "def exits():\n    raise SystemExit('no game')\n"
     )
     assert isinstance(load_environment("game_of_user:game", tmp_path), ChatLoop)
-    with pytest.raises(InvalidArgumentError, match="run"):
-        load_environment("game_of_user:Wrong", tmp_path)
+    for name in ("Wrong", "Sync"):
+        with pytest.raises(InvalidArgumentError, match=rf"{name}, which has no method `async def run"):
+            load_environment(f"game_of_user:{name}", tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"rollout\.environment game_of_user:exits: SystemExit .*: no game"):
+        load_environment("game_of_user:exits", tmp_path)

@@ -1,4 +1,4 @@
-"""The page of exit codes tells the truth about `nexrl.errors`."""
+"""The page of exit codes agrees with `nexrl.errors`."""
 
 import re
 from pathlib import Path

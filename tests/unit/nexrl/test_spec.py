@@ -1,6 +1,5 @@
 """The experiment file: what is accepted, and that everything else is refused with path, value, and what is allowed."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from nexrl.spec import Experiment, SpecError, dump_resolved, json_schema, load_experiment, load_resolved, validate_file
-from nexrl.spec.experiment import Section
+from nexrl.spec import SpecError, dump_resolved, json_schema, load_experiment, load_resolved, validate_file
+from nexrl.spec.algorithm import Cispo
+from nexrl.spec.data import JsonlDataSpec
 from nexrl.spec.reference import reference_page
-from nexrl.spec.yaml_core import dump, load
+from nexrl.spec.rollout import ScoredRollout
+from nexrl.spec.section import Section
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -53,7 +52,8 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
 def test_a_minimal_experiment_gets_the_documented_defaults(write: Write) -> None:
     spec = load_experiment(write()).spec
     assert spec.model.tag == "default"
-    assert (spec.trajectory_pool.batch_size, spec.trajectory_pool.groups_per_batch) == (64, 8)
+    assert (spec.trajectory_pool.batch_size, spec.trajectory_pool.group_size) == (64, 8)
+    assert isinstance(spec.rollout, ScoredRollout)
     assert spec.rollout.reward == "nexrl.rewards:exact_match"
     assert spec.weight_sync.staleness_threshold == 0
     assert spec.validation is None
@@ -67,7 +67,9 @@ def test_defaults_follow_the_choice_that_they_depend_on(write: Write) -> None:
             weightSync={"mode": "batch-async"},
         )
     ).spec
+    assert isinstance(spec.rollout, ScoredRollout)
     assert spec.rollout.reward == "nexrl.rewards:math_answer"
+    assert isinstance(spec.algorithm, Cispo)
     assert spec.algorithm.clip_high == pytest.approx(4.0)
     assert spec.weight_sync.staleness_threshold == 1
 
@@ -107,30 +109,71 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         ({"trainer": {"steps": 1, "step": 1}}, "spec.trainer.step", ["unknown key", "did you mean steps?"]),
         ({"trainer": {"steps": 1, "replicas": 2}}, "spec.trainer.replicas", ["2 is not allowed", "an integer, 1"]),
         ({"trajectoryPool": {"group_size": 8}}, "spec.trajectoryPool.group_size", ["did you mean groupSize?"]),
-        ({"rollout": {"type": "agents"}}, "spec.rollout.type", ['"agents"', "mock, simple, agent, single_turn_math"]),
+        (
+            {"rollout": {"type": "agents"}},
+            "spec.rollout.type",
+            ['"agents"', "mock, simple, single_turn_math, agent"],
+        ),
         ({"rollout": {"temperature": 0}}, "spec.rollout.temperature", ["a number, above 0 and at most 10"]),
-        ({"rollout": {"type": "agent"}}, "spec.rollout.environment", ["agent needs environment"]),
-        ({"rollout": {"environment": "a:B"}}, "spec.rollout.environment", ["only agent"]),
-        ({"rollout": {"reward": "no-colon"}}, "spec.rollout.reward", ['"no-colon"', "matching"]),
+        ({"rollout": {"type": "agent"}}, "spec.rollout.environment", ["missing", "module:name"]),
+        ({"rollout": {"environment": "a:B"}}, "spec.rollout.environment", ['"a:B"', "only type agent has"]),
+        ({"rollout": {"reward": "no-colon"}}, "spec.rollout.reward", ['"no-colon"', "module:name"]),
         ({"rollout": {"systemPrompt": "Hi"}}, "spec.rollout.systemPrompt", ["chat: true"]),
-        ({"rollout": {"maxNewTokens": 64}}, "spec.rollout", ["maxPositions"]),
-        ({"data": {"type": "torch"}}, "spec.data.type", ['"torch"', "jsonl, mock, parquet, python, reasoning_gym"]),
+        ({"rollout": {"maxNewTokens": 64}}, "spec.rollout.maxNewTokens", ["maxPositions"]),
+        ({"data": {"type": "torch"}}, "spec.data.type", ['"torch"', "mock, jsonl, parquet, reasoning_gym, python"]),
         ({"data": {"size": 3}}, "spec.data.type", ["missing", "jsonl"]),
-        ({"data": {"type": "mock", "path": "x"}}, "spec.data.path", ["unknown key", "size"]),
+        ({"data": {"type": "mock", "path": "x"}}, "spec.data.path", ['"x"', "only type jsonl or parquet"]),
         ({"data": {"type": "python", "factory": "a b"}}, "spec.data.factory", ['"a b"']),
-        ({"model": {}}, "spec.model.scratch", ["exactly one"]),
+        ({"model": {}}, "spec.model", ["exactly one"]),
         ({"model": {"path": "package:nexrl", "scratch": {"alphabet": "a"}}}, "spec.model.scratch", ["exactly one"]),
         ({"model": {"scratch": {"alphabet": "a{a"}}}, "spec.model.scratch.alphabet", ["repeated: 'a'"]),
         ({"model": {"scratch": {"alphabet": "a", "heads": 3}}}, "spec.model.scratch.heads", ["even multiple"]),
         ({"model": {"path": "package:no_such_package"}}, "spec.model.path", ["no Python package"]),
-        ({"weightSync": {"stalenessThreshold": 1}}, "spec.weightSync.stalenessThreshold", ["must be 0 in mode sync"]),
-        ({"resume": {"mode": "from_path"}}, "spec.resume.path", ["from_path needs path"]),
-        ({"resume": {"mode": "auto", "path": "x"}}, "spec.resume.path", ["only from_path"]),
-        ({"weightSync": {"inFlight": "wait"}, "inference": {}}, "spec.inference", ["needs backend vllm"]),
-        ({"inference": {"tensorParallel": 2}}, "spec.inference.tensorParallel", ["only backend vllm"]),
+        (
+            {"weightSync": {"stalenessThreshold": 1}},
+            "spec.weightSync.stalenessThreshold",
+            ["1 is not", "an integer, 0"],
+        ),
+        ({"resume": {"mode": "from_path"}}, "spec.resume.path", ["missing"]),
+        ({"resume": {"mode": "auto", "path": "x"}}, "spec.resume.path", ['"x"', "only mode from_path"]),
+        (
+            {"weightSync": {"inFlight": "wait"}, "inference": {}},
+            "spec.inference.backend",
+            ["wait", "builtin supports keep"],
+        ),
+        (
+            {"inference": {"tensorParallel": 2}},
+            "spec.inference.tensorParallel",
+            ["2 is not", "only backend vllm"],
+        ),
         ({"inference": {"backend": "vllm", "vllmArgs": ["--port=1"]}}, "spec.inference.vllmArgs", ["--port=1"]),
-        ({"inference": {"url": "http://x:1"}}, "spec.inference.url", ["only backend vllm"]),
-        ({"inference": {"maxTokensPerRow": 8}}, "spec.inference", ["must be above rollout.maxNewTokens"]),
+        ({"inference": {"url": "http://x:1"}}, "spec.inference.url", ["unknown key"]),
+        ({"inference": {"ur": None}}, "spec.inference.ur", ["unknown key"]),
+        (
+            {"algorithm": {"loss": "hinge"}},
+            "spec.algorithm.loss",
+            ['"hinge"', "ppo_clip, cispo, reinforce, or `mod"],
+        ),
+        ({"algorithm": {"loss": "cispo", "clipLow": 0.1}}, "spec.algorithm.clipLow", ["0.1", "only loss ppo_clip"]),
+        ({"algorithm": {"lossConfig": {"a": 1}}}, "spec.algorithm.lossConfig", ["only loss module:name"]),
+        ({"algorithm": {"aggregation": "constant"}}, "spec.algorithm.constantTokens", ["missing", "an integer"]),
+        ({"algorithm": {"constantTokens": 9}}, "spec.algorithm.constantTokens", ["9", "only aggregation constant"]),
+        ({"algorithm": {"advantage": "mean"}}, "spec.algorithm.advantage", ['"mean"', "rloo, or `module:name`"]),
+        ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),
+        (
+            {"trajectoryPool": {"groupSize": 1}},
+            "spec.algorithm.advantage",
+            ['"group_mean"', "groupSize is 1", "2 or more"],
+        ),
+        ({"trajectoryPool": {"keyList": []}}, "spec.algorithm.advantage", ["keyList is empty", "and a key"]),
+        ({"rollout": {"type": "worker"}}, "spec.rollout.worker", ["missing", "module:name"]),
+        ({"rollout": {"topP": 0}}, "spec.rollout.topP", ["above 0 and at most 1"]),
+        ({"rollout": {"stop": [""]}}, "spec.rollout.stop[0]", ["1 to 256 characters"]),
+        (
+            {"inference": {"maxTokensPerRow": 8}},
+            "spec.inference.maxTokensPerRow",
+            ["must be above rollout.maxNewTokens"],
+        ),
         ({"algorithm": {"betas": [0.9]}}, "spec.algorithm.betas", ["a list, 2 long"]),
         ({"algorithm": {"betas": [0.9, 1]}}, "spec.algorithm.betas[1]", ["1 is not allowed"]),
         ({"algorithm": {"learningRate": float("nan")}}, "spec.algorithm.learningRate", ["a number"]),
@@ -146,10 +189,22 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
 def test_one_mistake_gives_one_message_at_its_path(
     write: Write, sections: dict[str, Any], field: str, words: list[str]
 ) -> None:
-    found = problems(write(**sections))
-    found.pop("spec.inference.backend", None)  # of an environment without vLLM
+    found = {at: what for at, what in problems(write(**sections)).items() if "vllm` installs it" not in what}
     assert list(found) == [field]
     assert all(word in found[field] for word in words), found
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"trainer": {"steps": 1, "backend": "mock"}},
+        {"algorithm": {"type": "mock"}},
+        {"algorithm": {"processor": "external"}},
+    ],
+)
+def test_a_group_of_one_is_fine_where_nothing_compares_its_samples(write: Write, sections: dict[str, Any]) -> None:
+    assert problems(write(trajectoryPool={"groupSize": 1}, **sections)) == {}
+    assert problems(write(trajectoryPool={"keyList": []}, **sections)) == {}
 
 
 @pytest.mark.parametrize("url", ["redis://me:s3cret@host:1", "unix:///a.sock?password=s3cret&db=1"])
@@ -247,7 +302,8 @@ def test_relative_paths_start_at_the_folder_of_the_file(write: Write, tmp_path: 
     )
     loaded = load_experiment(path)
     assert loaded.spec.model.path == str(tmp_path / "model")
-    assert loaded.spec.data.path == str(tmp_path / "tasks.jsonl")  # type: ignore[union-attr]
+    assert isinstance(loaded.spec.data, JsonlDataSpec)
+    assert loaded.spec.data.path == str(tmp_path / "tasks.jsonl")
     assert loaded.spec.checkpoint.path == str(tmp_path.parent / "kept")
     assert loaded.spec.weight_sync.path == str(tmp_path / "versions")
     assert loaded.folder == tmp_path
@@ -284,20 +340,9 @@ def test_what_a_wrong_section_names_is_looked_for_all_the_same(write: Write) -> 
     assert set(problems(write(model=both))) == {"spec.model.path", "spec.model.scratch"}
 
 
-def test_an_api_key_variable_must_exist(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(inference={"backend": "vllm", "url": "http://engine:8000", "apiKeyEnv": "ENGINE_KEY"})
-    assert "ENGINE_KEY" in problems(path)["spec.inference.apiKeyEnv"]
-    monkeypatch.setenv("ENGINE_KEY", "secret")
-    assert "spec.inference.apiKeyEnv" not in problems(path)
-
-
-def test_an_engine_that_runs_elsewhere_is_refused(write: Write) -> None:
-    found = problems(write(inference={"backend": "vllm", "url": "http://engine:8000"}))
-    assert "cannot be synced" in found["spec.inference.url"]
-
-
 def test_the_resolved_file_is_the_same_experiment_from_any_folder(write: Write, tmp_path: Path) -> None:
-    loaded = load_experiment(write(), ["algorithm.learningRate=1e-5"])
+    # A null where the default is a number means "no limit".
+    loaded = load_experiment(write(), ["algorithm.learningRate=1e-5", "startupDeadlineSeconds=null"])
     elsewhere = tmp_path / "run" / "experiment.yaml"
     elsewhere.parent.mkdir()
     elsewhere.write_text(dump_resolved(loaded))
@@ -311,36 +356,6 @@ def test_a_resolved_file_is_read_without_its_data(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(document))
     assert load_resolved(path).spec.model.path == "/nowhere"
-
-
-@given(prompt=st.text(max_size=40), name=st.from_regex(r"[a-z][a-z0-9]{0,20}", fullmatch=True))
-def test_dumping_and_loading_keeps_any_text(prompt: str, name: str) -> None:
-    document = minimal(rollout={"chat": True, "systemPrompt": prompt, "maxNewTokens": 8})
-    document["metadata"]["annotations"] = {name: prompt}
-    experiment = Experiment.model_validate_json(json.dumps(document))
-    assert Experiment.model_validate_json(json.dumps(load(dump_resolved(experiment)))) == experiment
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(value=json_values)
-def test_yaml_that_is_written_is_read_back(value: object) -> None:
-    assert load(dump(value)) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("1e-3", 1e-3), ("1E5", 1e5), ("-.5", -0.5), ("7", 7), ("no", "no"), ("true", True), ("2026-11-21", "2026-11-21"),
-     ("010", "010"), ("1:30", "1:30"), ("~", None), ("e5", "e5"), ("1_000", "1_000")],
-)  # fmt: skip
-def test_plain_scalars_have_the_types_of_yaml_1_2(text: str, value: object) -> None:
-    read = load(text)
-    assert (read, type(read)) == (value, type(value))
 
 
 def sections_of(section: type[Section]) -> set[type[Section]]:
@@ -379,9 +394,4 @@ def test_an_experiment_cannot_be_changed(write: Write) -> None:
 
 def test_the_reference_page_is_up_to_date() -> None:
     page = (REPOSITORY / "docs/reference/experiment.md").read_text()
-    assert page == reference_page(), "run: python -m nexrl.spec.reference > docs/reference/experiment.md"
-
-
-@pytest.mark.parametrize("example", ["sort-digits/experiment.yaml", "smollm2-arithmetic.yaml"])
-def test_examples_can_run_here(example: str) -> None:
-    assert validate_file(REPOSITORY / "examples" / example) == []
+    assert page == reference_page(), "run: make spec"

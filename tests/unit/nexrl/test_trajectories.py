@@ -1,4 +1,4 @@
-"""`nexrl traj list` and `nexrl traj get`: what they print of a run that has left its batches, and no ledger."""
+"""Output of `nexrl traj list` and `nexrl traj get` for a run whose batches are on disk and whose ledger is gone."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ async def test_the_newest_samples_are_listed_unless_a_batch_is_named(
         *("sample", "state", "attempt", "verdict", "batch", "step", "reward", "tokens", "oldest", "version")
     ]
     assert row.split() == ["1.1", "-", "1", "OK", "1", "-", "0.250", "2", "3"]
-    assert "without the ledger" in printed.err
+    assert "no ledger, so only samples in batches" in printed.err
     await print_list(run, Filter(batch=0), as_json=False)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["0.0", "0.1"]
 
@@ -68,7 +68,7 @@ async def test_a_trajectory_is_one_json_object(run: Path, capsys: pytest.Capture
     assert (printed["token_ids"], printed["loss_mask"], printed["logprobs"]) == ([1, 7, 8], [0, 1, 1], [0, -0.5, -0.25])
     assert (printed["reward"], printed["reward_components"]) == (0.25, {"exact": 1.0})
     assert printed["policy_versions"] == [[1, 2, 3], [2, 3, 4]]
-    # More digits than a double holds, so a string.
+    # A string, because a double cannot represent all digits of this number.
     assert printed["completions"][0]["draw"]["seed"] == str(2**62 + 1)
 
 
@@ -81,7 +81,7 @@ async def test_a_sample_is_one_json_object_with_all_its_trajectories(
     assert [trajectory["response"] for trajectory in printed["trajectories"]] == ["34"]
 
 
-async def test_a_sample_is_shown_with_each_token_its_text_and_its_version(
+async def test_a_shown_sample_lists_text_and_version_of_each_token(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await print_sample(run, "1.0", as_json=False)
@@ -93,7 +93,7 @@ async def test_a_sample_is_shown_with_each_token_its_text_and_its_version(
     assert rows == [["1", "7", "-0.5000", "3", "'3'"], ["2", "8", "-0.2500", "4", "'4'"]]
 
 
-async def test_what_is_not_there_is_named(run: Path) -> None:
+async def test_an_error_names_the_missing_batch_sample_or_run(run: Path) -> None:
     with pytest.raises(NotFoundError, match="batch 4"):
         await print_list(run, Filter(batch=4), as_json=False)
     with pytest.raises(NotFoundError, match=r"'7\.0'"):
@@ -104,12 +104,12 @@ async def test_what_is_not_there_is_named(run: Path) -> None:
         Filter(state="lost")
 
 
-async def test_a_batch_that_holds_other_samples_tells_nothing_of_this_one(run: Path) -> None:
+async def test_a_sample_has_no_trajectories_if_its_batch_holds_other_samples(run: Path) -> None:
     sample = await Samples(run, "default", None).complete(record(pool_pb.SAMPLE_STATE_DURABLE, batch=1))
     assert sample.trajectories == ()
 
 
-def test_a_filter_passes_what_is_in_the_batch_and_in_the_state() -> None:
+def test_a_filter_passes_samples_of_its_batch_and_its_state() -> None:
     trained = record(pool_pb.SAMPLE_STATE_TRAINED)
     assert Filter().passes(trained)
     assert Filter(batch=0, state="trained").passes(trained)
@@ -122,10 +122,10 @@ def test_a_filter_passes_what_is_in_the_batch_and_in_the_state() -> None:
     ("state", "step"),
     [(pool_pb.SAMPLE_STATE_BATCHED, None), (pool_pb.SAMPLE_STATE_TRAINED, 1), (pool_pb.SAMPLE_STATE_DURABLE, 1)],
 )
-def test_the_step_is_told_once_it_was_made(state: "pool_pb.SampleState.ValueType", step: int | None) -> None:
+def test_a_sample_has_a_step_once_it_is_trained(state: "pool_pb.SampleState.ValueType", step: int | None) -> None:
     assert Sample(record(state)).step == step
 
 
-def test_a_dropped_sample_tells_why() -> None:
+def test_a_dropped_sample_shows_its_reason() -> None:
     assert list(table([Sample(NO_BATCH)]))[1].split()[:5] == ["9.0", "dropped", "2", "stale", "-"]
     assert next(describe(Sample(NO_BATCH), str)) == "sample 9.0: dropped, stale, attempt 2"

@@ -1,4 +1,4 @@
-"""Manifest, buckets and digest."""
+"""The manifest of a policy version: validation, wire format, packing into buckets, digest."""
 
 from itertools import pairwise
 
@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.v1 import policy_pb2
-from nexrl.weights.codec import manifest_from_wire, manifest_to_wire, rendezvous_from_wire, rendezvous_to_wire
 from nexrl.weights.manifest import ALIGNMENT_BYTES, ITEM_BYTES, Manifest, TensorSpec, buckets, digest_of, refuse_misfit
+from nexrl.weights.manifest_proto import manifest_from_wire, manifest_to_wire
 from nexrl.weights.rendezvous import Rendezvous
+from nexrl.weights.rendezvous_proto import rendezvous_from_wire, rendezvous_to_wire
 
 DIGEST = "0" * 64
 
@@ -31,7 +32,7 @@ manifests = st.builds(
 
 
 @given(manifests)
-def test_buckets_hold_every_tensor_once_in_order_aligned_and_apart(manifest: Manifest) -> None:
+def test_buckets_hold_every_tensor_once_in_order_aligned_and_without_overlap(manifest: Manifest) -> None:
     found = list(buckets(manifest))
     assert tuple(p.tensor for bucket in found for p in bucket.placements) == manifest.tensors
     for bucket in found:
@@ -44,7 +45,7 @@ def test_buckets_hold_every_tensor_once_in_order_aligned_and_apart(manifest: Man
 
 
 @given(manifests)
-def test_buckets_are_as_full_as_they_may_be(manifest: Manifest) -> None:
+def test_a_bucket_ends_only_if_the_next_tensor_does_not_fit(manifest: Manifest) -> None:
     found = list(buckets(manifest))
     for bucket, following in pairwise(found):
         first = following.placements[1].offset if len(following.placements) > 1 else following.nbytes
@@ -115,7 +116,7 @@ def test_the_order_of_the_expected_tensors_does_not_matter() -> None:
 @pytest.mark.parametrize(
     "changes", [{"epoch": 0}, {"host": ""}, {"port": 0}, {"timeout_seconds": 0}, {"rank": 2}, {"rank": -1}]
 )
-def test_a_rendezvous_of_no_group_is_refused(changes: dict[str, object]) -> None:
+def test_an_invalid_rendezvous_is_refused(changes: dict[str, object]) -> None:
     fields = {"epoch": 1, "host": "h", "port": 1, "rank": 1, "world_size": 2, "timeout_seconds": 1.0}
     with pytest.raises(InvalidArgumentError, match="rendezvous"):
         Rendezvous(**(fields | changes))  # type: ignore[arg-type]

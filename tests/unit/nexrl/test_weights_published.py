@@ -16,8 +16,9 @@ from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlErr
 from nexrl.weights.packing import Snapshot, allocate, tensor_specs, unpack
 from nexrl.weights.published import ABANDONED_SECONDS, PublishedVersions
 from nexrl.weights.receiver import WeightReceiver
-from nexrl.weights.shared import SharedBuffers
+from nexrl_inference.vllm.shared import SharedBuffers
 from tests.support.publishing import MODEL_TAG, TENSORS, packed, writer_of_many, writer_that_dies
+from tests.support.services import small_experiment
 
 
 def versions(folder: Path) -> list[str]:
@@ -35,10 +36,19 @@ def shared(folder: Path) -> PublishedVersions:
 
 
 async def read(shared: PublishedVersions, weights: Snapshot) -> dict[str, torch.Tensor]:
-    """As a replica does that was told the version and digest of `weights`."""
+    """Read as a replica does that has the version and digest of `weights` from weight sync."""
     receiver = WeightReceiver(tensor_specs(TENSORS))
     staged = await receiver.read(shared, weights.manifest.policy_version, weights.manifest.digest)
     return dict(staged.tensors())
+
+
+@pytest.mark.guide("L19", "Q22")
+def test_an_experiment_with_a_path_publishes_its_versions_there(tmp_path: Path) -> None:
+    shared = PublishedVersions.of(small_experiment("sums", weightSync={"path": str(tmp_path)}))
+    assert shared is not None
+    shared.write(packed(4))
+    assert (tmp_path / "sums" / "default" / "version_4" / "manifest.json").is_file()
+    assert PublishedVersions.of(small_experiment("sums")) is None
 
 
 async def test_what_was_written_is_read(shared: PublishedVersions, folder: Path) -> None:

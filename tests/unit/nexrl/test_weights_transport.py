@@ -108,7 +108,7 @@ def test_calling_off_ends_the_wait_of_all_who_wait_to_join() -> None:
         assert time.monotonic() - began < PATIENCE_SECONDS
     group.abort()
     for future in waiting:
-        with pytest.raises(UnavailableError, match="called off"):
+        with pytest.raises(UnavailableError, match="aborted"):
             future.result(PATIENCE_SECONDS / 2)
     sender.close()
 
@@ -128,7 +128,7 @@ def test_calling_off_ends_a_broadcast_to_a_silent_member() -> None:
     joining.result(PATIENCE_SECONDS)
     assert entered.wait(PATIENCE_SECONDS)
     group.abort()
-    with pytest.raises(UnavailableError, match="called off"):
+    with pytest.raises(UnavailableError, match="aborted"):
         sent.result(PATIENCE_SECONDS / 2)
     silent.abort()
     sender.close()

@@ -3,8 +3,10 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from nexrl_controller.attempts import Count, FailedAttempt
 from nexrl_controller.error_log import Severity
 from nexrl_controller.events import (
+    AttemptsCounted,
     ComponentAlive,
     ComponentExited,
     ComponentsStopped,
@@ -89,6 +91,11 @@ class Lifecycle(RuleBasedStateMachine):
     def stall(self) -> None:
         self.send(Stalled("blocked"))
 
+    @rule(finished=st.integers(0, 1000), share=st.sampled_from([0.0, 0.5, 1.0]))
+    def count_attempts(self, finished: int, share: float) -> None:
+        last = FailedAttempt("0.0", "rollout-0", "TIMEOUT", "late")
+        self.send(AttemptsCounted(Count(finished, int(share * finished)), last))
+
     @rule()
     def stop(self) -> None:
         self.send(StopRequested("enough"))
@@ -99,7 +106,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def restarts_stay_within_the_limit(self) -> None:
-        assert all(record.restarts <= RULES.max_restarts for record in self.state.exits.values())
+        assert all(record.counted <= RULES.max_restarts for record in self.state.exits.values())
 
     @invariant()
     def success_means_all_that_it_says(self) -> None:

@@ -13,7 +13,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from nexrl_inference import Engine, GenerationRequest, GenerationResult, Limits
+from nexrl_inference.builtin.engine import Engine
+from nexrl_inference.builtin.scheduler import Limits
+from nexrl_inference.requests import GenerationRequest, GenerationResult
 
 VOCABULARY = 23
 EOS = 1

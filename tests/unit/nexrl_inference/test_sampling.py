@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nexrl_inference.sampling import SamplingBatch, sample_tokens, sampled_logprobs, uniforms
+from nexrl_inference.builtin.sampling import SamplingBatch, sample_tokens, sampled_logprobs, uniforms
 
 
 def batch(rows: list[tuple[float, float, int]], uniforms: list[float] | None = None) -> SamplingBatch:

@@ -7,11 +7,13 @@ import pytest
 from nexrl.datasets import open_dataset
 from nexrl.environment import Task
 from nexrl.rewards import RewardFailedError, score
-from nexrl.spec.experiment import ReasoningGymDataSpec
+from nexrl.spec.data import ReasoningGymDataSpec
 from nexrl_rollout.environments.number_guess import NumberGuess
 from nexrl_rollout.environments.reasoning_gym import native_score
+from tests.support.packages import needs_reasoning_gym
 
 
+@needs_reasoning_gym
 def test_reasoning_gym_scores_with_the_generators_own_scorer() -> None:
     data = ReasoningGymDataSpec(type="reasoning_gym", name="chain_sum", size=3)
     for task in open_dataset(data, Path()).tasks:
@@ -20,6 +22,7 @@ def test_reasoning_gym_scores_with_the_generators_own_scorer() -> None:
         assert score(native_score, task, "<answer>no idea</answer>", True).reward < 0.5
 
 
+@needs_reasoning_gym
 def test_scorer_that_raises_is_a_failed_reward_and_not_a_zero() -> None:
     data = ReasoningGymDataSpec(type="reasoning_gym", name="prime_factorization", size=1)
     (task,) = open_dataset(data, Path()).tasks

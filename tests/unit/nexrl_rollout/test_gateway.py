@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 
 from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.policy import Sampling
+from nexrl.text import TextCodec
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.session import Session
-from nexrl_rollout.text import TextCodec
 from tests.support.rollout import FakeEngine, completion, policy_over
 from tests.support.tokenizers import chat_tokenizer
 
@@ -100,6 +101,31 @@ async def test_three_turns_of_an_openai_client_are_one_contiguous_trajectory() -
     assert contexts == [request.prompt_token_ids for request in engine.requests]
 
 
+async def test_a_reply_ends_before_the_stop_strings_of_the_experiment_and_of_the_client() -> None:
+    engine = FakeEngine(lambda request, index: completion(CODEC.encode("ab12"), "stop"))
+    async with chat(engine, sampling=replace(SAMPLING, stop=("2", "z"))) as (session, client):
+        first = await client.chat.completions.create(model="any", messages=GO, stop="b1")
+        messages = [*GO, first.choices[0].message.model_dump(), {"role": "user", "content": "on"}]
+        second = await client.chat.completions.create(model="any", messages=messages, stop=None)
+        (trajectory,) = session.trajectories(1.0, {}, {})
+    assert [answer.choices[0].message.content for answer in (first, second)] == ["a", "ab1"]
+    assert [list(request.stop) for request in engine.requests] == [["2", "z", "b1"], ["2", "z"]]
+    served = [*engine.requests[0].prompt_token_ids, *CODEC.encode("ab12")]
+    assert list(engine.requests[1].prompt_token_ids[: len(served)]) == served
+    assert engine.requests[1].prompt_token_ids[len(served)] == END  # the turn's end, which the policy did not write
+    assert trajectory.token_ids[-len(CODEC.encode("ab12")) :] == CODEC.encode("ab12")
+
+
+async def test_a_stop_string_that_ends_a_tool_call_is_part_of_it() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    engine = FakeEngine(lambda request, index: completion(CODEC.encode(call), "stop"))
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    async with chat(engine) as (_, client):
+        answer = await client.chat.completions.create(model="any", messages=GO, tools=tools, stop="</tool_call>")
+    calls = answer.choices[0].message.model_dump()["tool_calls"]
+    assert [found["function"]["name"] for found in calls] == ["add"]
+
+
 async def test_assistant_message_carries_its_tokens() -> None:
     engine = spelled("ab")
     async with chat(engine) as (_, client):
@@ -175,7 +201,9 @@ async def test_session_that_is_not_open_is_refused(session_id: str) -> None:
         (b'{"messages": [{"content": "x"}]}', "messages[0]: must be an object with a role"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages[0].content"),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', "n: must be 1"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["\\n"]}', "stop: not supported"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}', "stop: must be a text or a list"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": 3}', "stop: must be a text or a list"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["1", "2", "3", "4", "5"]}', "at most 4 texts"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0.5}', "max_tokens"),
     ],
 )

@@ -97,6 +97,7 @@ async def test_only_ready_replicas_are_asked_and_readiness_is_waited_for() -> No
     async with serving(engine) as address, serving(registry) as registry_address:
         await registry.set(replica("late", address, ready=False))
         async with following_policy(registry_address) as policy:
+            await policy._wait_until(lambda: bool(policy._replicas), time.monotonic() + 10)  # it is known, not ready
             waiting = asyncio.create_task(policy.generate([1, 2], 1, SAMPLING))
             with pytest.raises(UnavailableError, match="no replica"):
                 await policy.generate([1, 2], 1, SAMPLING, timeout_seconds=0.05)

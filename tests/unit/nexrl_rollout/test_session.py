@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexrl.policy import Sampling
+from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.trajectory_pb2 import Trajectory
 from nexrl_rollout.session import Session, SessionPrompt
-from nexrl_rollout.text import TextCodec
 from tests.support.rollout import completion, experiment
 from tests.support.tokenizers import chat_tokenizer
 

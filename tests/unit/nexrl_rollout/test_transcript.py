@@ -32,7 +32,6 @@ def test_spans_cover_exactly_the_generated_tokens_with_their_versions(
         versions[span.start : span.end] = [span.policy_version] * (span.end - span.start)
     assert list(zip(trajectory.token_ids, trajectory.logprobs, versions, strict=True)) == expected
     assert list(trajectory.loss_mask) == [version is not None for version in versions]
-    assert transcript.is_trainable == bool(turns)
 
 
 def test_completion_whose_arrays_differ_in_length_is_refused() -> None:

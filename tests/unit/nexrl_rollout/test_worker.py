@@ -9,9 +9,9 @@ import pytest
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import RolloutClient
-from nexrl.errors import DeadlineExceededError, InvalidArgumentError
-from nexrl.policy import Policy
+from nexrl.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 from nexrl.rewards import RewardFailedError
+from nexrl.rollout_worker import RolloutWorker, all_failed, scored
 from nexrl.rpc.client import connect
 from nexrl.transcript import Transcript
 from nexrl.v1.activity_service_pb2 import Module
@@ -26,9 +26,8 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
     Verdict,
 )
-from nexrl_rollout.results import all_failed, scored
-from nexrl_rollout.worker import RolloutLimits, RolloutLoop, RolloutWorker
-from tests.support.rollout import FakePool, completion, serving, task_lease
+from nexrl_rollout.worker import RolloutLimits, RolloutLoop
+from tests.support.rollout import FakePool, FakeWeightSync, completion, following_policy, serving, task_lease
 
 LIMITS = RolloutLimits(max_in_flight=8, group_size=4, lease_seconds=60, timeout_seconds=30)
 
@@ -63,10 +62,16 @@ async def hang(lease: TaskLease) -> Sequence[SampleResult]:
 
 
 @asynccontextmanager
-async def running(pool: FakePool, worker: RolloutWorker, limits: RolloutLimits = LIMITS) -> AsyncIterator[RolloutLoop]:
+async def running(
+    pool: FakePool, worker: RolloutWorker, limits: RolloutLimits = LIMITS, weight_sync: FakeWeightSync | None = None
+) -> AsyncIterator[RolloutLoop]:
     """A loop that is cancelled, as SIGTERM does, when the block ends."""
-    async with serving(pool) as address, connect(address) as channel:
-        client = RolloutClient(channel, Policy(channel), worker_id="rollout-0")
+    async with (
+        serving(pool, weight_sync or FakeWeightSync()) as address,
+        connect(address) as channel,
+        following_policy(address) as policy,
+    ):
+        client = RolloutClient(channel, policy, worker_id="rollout-0")
         loop = RolloutLoop(client, worker, limits, ActivityTracker(Module(name="rollout-0"), None))
         task = asyncio.create_task(loop.run())
         try:
@@ -94,6 +99,18 @@ async def test_every_leased_sample_is_put_once_and_a_group_is_never_split_over_c
     assert verdicts(pool) == {VERDICT_OK}
     assert pool.puts <= 5
     assert not pool.returned
+
+
+@pytest.mark.guide("L6")
+async def test_no_task_is_leased_while_the_gate_of_weight_sync_is_closed() -> None:
+    pool, weight_sync = FakePool([task_lease(0, 4)]), FakeWeightSync()
+    await weight_sync.set(gate="version 1 is being synced")
+    async with running(pool, Scripted(succeed), weight_sync=weight_sync):
+        await weight_sync.wait_for(lambda: weight_sync.told == 1)
+        await asyncio.sleep(0.2)  # enough for the call that must not come
+        assert pool.lease_calls == 0
+        await weight_sync.set()
+        await pool.wait_for(all_put(pool, 4))
 
 
 async def test_never_more_samples_are_leased_than_may_be_in_flight() -> None:
@@ -147,6 +164,7 @@ async def test_results_go_where_their_purpose_says() -> None:
         (ZeroDivisionError(), VERDICT_ENV_ERROR),
         (TimeoutError("the environment's own"), VERDICT_ENV_ERROR),
         (asyncio.CancelledError(), VERDICT_ENV_ERROR),
+        (SystemExit(1), VERDICT_ENV_ERROR),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -161,7 +179,8 @@ async def test_what_user_code_raises_becomes_a_verdict_without_reward(
         await pool.wait_for(all_put(pool, 4))
     assert verdicts(pool) == {verdict}
     assert not any(result.trajectories for result in pool.results[PURPOSE_TRAINING])
-    assert all(result.error for result in pool.results[PURPOSE_TRAINING])
+    raised_at = f"({__file__}:{fail.__code__.co_firstlineno + 1}): "
+    assert all(raised_at in result.error for result in pool.results[PURPOSE_TRAINING])
 
 
 async def test_results_for_other_samples_fail_the_lease() -> None:
@@ -174,19 +193,43 @@ async def test_results_for_other_samples_fail_the_lease() -> None:
     assert verdicts(pool) == {VERDICT_ENV_ERROR}
 
 
+async def test_a_worker_that_returns_no_list_is_told_what_to_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def return_one(lease: TaskLease) -> Sequence[SampleResult]:
+        return results(lease)[0]  # type: ignore[return-value]  # the mistake
+
+    pool = FakePool([task_lease(0, 4)])
+    async with running(pool, Scripted(return_one)):
+        await pool.wait_for(all_put(pool, 4))
+    assert verdicts(pool) == {VERDICT_ENV_ERROR}
+    assert "rollout returned SampleResult; must return a list of SampleResult" in caplog.text
+
+
 async def test_rollout_beyond_its_time_is_cancelled_with_verdict_timeout() -> None:
     limits = RolloutLimits(max_in_flight=8, group_size=4, lease_seconds=60, timeout_seconds=0.05)
     pool = FakePool([task_lease(0, 4)])
     async with running(pool, Scripted(hang), limits):
         await pool.wait_for(all_put(pool, 4))
     assert verdicts(pool) == {VERDICT_TIMEOUT}
+    for result in pool.results[PURPOSE_TRAINING]:
+        assert result.error.startswith(f"DeadlineExceededError ({__file__}:{hang.__code__.co_firstlineno + 1}): ")
 
 
-@pytest.mark.guide("G5", "G13")
+@pytest.mark.guide("G3", "G5", "G13")
 async def test_stop_cancels_what_runs_and_returns_its_samples() -> None:
     pool = FakePool([task_lease(0, 4), task_lease(1, 4, purpose=PURPOSE_VALIDATION)])
-    async with running(pool, Scripted(hang)):
+    begun = asyncio.Semaphore(0)
+
+    async def begin(lease: TaskLease) -> Sequence[SampleResult]:
+        begun.release()
+        return await hang(lease)
+
+    async with running(pool, Scripted(begin)) as loop:
         await pool.wait_for(lambda: pool.in_flight == 8)
+        for _ in range(2):
+            await begun.acquire()
+        assert [work.activity for work in loop._activity.snapshot().work] == ["rollout"] * 2
     assert sorted(pool.returned) == sorted(pool.granted)
     assert not pool.results[PURPOSE_TRAINING]
 
@@ -227,9 +270,20 @@ async def test_work_on_a_lost_lease_is_cancelled_and_nothing_is_put() -> None:
 
 async def test_put_that_fails_for_good_does_not_stop_the_worker() -> None:
     pool = FakePool([task_lease(0, 4), task_lease(1, 4)])
-    pool.put_errors = [InvalidArgumentError("refused")]
-    async with running(pool, Scripted(succeed)):
+    pool.put_errors = [FailedPreconditionError("refused")]
+    async with running(pool, Scripted(succeed), replace(LIMITS, max_in_flight=4)):
         await pool.wait_for(all_put(pool, 4))
+
+
+async def test_refused_results_become_a_verdict_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    pool = FakePool([task_lease(0, 4), task_lease(1, 4)])
+    pool.put_errors = [InvalidArgumentError("logprobs: not finite")]
+    async with running(pool, Scripted(succeed), replace(LIMITS, max_in_flight=4)):
+        await pool.wait_for(all_put(pool, 8))
+    assert [result.verdict for result in pool.results[PURPOSE_TRAINING]] == [VERDICT_ENV_ERROR] * 4 + [VERDICT_OK] * 4
+    assert all("logprobs: not finite" in result.error for result in pool.results[PURPOSE_TRAINING][:4])
+    assert "rollout of task train-0: " in caplog.text
+    assert "logprobs: not finite" in caplog.text
 
 
 async def test_exhausted_data_does_not_end_the_worker_since_a_validation_may_follow() -> None:

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from nexrl.environment import Endpoint, Outcome, Task
-from nexrl.errors import InvalidArgumentError
+from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Policy, draw_seed
 from nexrl.rewards import exact_match, math_answer
+from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.trajectory_pb2 import (
@@ -27,7 +28,6 @@ from nexrl_rollout.environments.number_guess import number_guess
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.mock import MockWorker
 from nexrl_rollout.single_turn import SingleTurnWorker
-from nexrl_rollout.text import TextCodec
 from tests.support.rollout import FakeEngine, completion, experiment, policy_over, task_lease
 from tests.support.tokenizers import chat_tokenizer
 
@@ -67,6 +67,20 @@ async def test_simple_samples_a_whole_group_in_one_call_and_scores_each() -> Non
     assert trajectory.metadata["task_id"] == "train-0"
 
 
+async def test_simple_draws_with_the_experiments_parameters_and_scores_the_text_before_a_stop_string() -> None:
+    engine = says("21.3")
+    lease = task_lease(0, 1, prompt="12", answer="21")
+    lease.MergeFrom(TaskLease(top_p=0.9, top_k=5, stop=[".", "x"]))
+    async with policy_over(engine) as policy:
+        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple"))
+        (result,) = await worker.rollout(lease)
+    (request,) = engine.requests
+    assert (request.top_p, request.top_k, list(request.stop)) == (0.9, 5, [".", "x"])
+    (trajectory,) = result.trajectories
+    assert (trajectory.reward, trajectory.response) == (1.0, "21")
+    assert list(trajectory.token_ids[-5:]) == [*SCRATCH.encode("21.3"), EOS]  # whatever the engine served is trained
+
+
 async def test_completion_cut_by_the_limit_is_truncated_and_still_scored() -> None:
     async with policy_over(says("2121212121")) as policy:
         worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple", maxNewTokens=3))
@@ -88,7 +102,7 @@ async def test_reward_that_fails_fails_its_own_sample_only() -> None:
 
 
 @pytest.mark.parametrize("item", ["{}", '{"prompt": ""}', '{"prompt": 3}', "[]", "{"])
-@pytest.mark.guide("G16", "R3")
+@pytest.mark.guide("G16")
 async def test_task_without_a_prompt_is_an_error_and_asks_no_engine(item: str) -> None:
     engine = says("1")
     lease = task_lease(0, 1)
@@ -196,6 +210,12 @@ async def test_prompt_that_never_fitted_is_no_measurement() -> None:
     async with policy_over(says("1")) as policy:
         result = await run_agent(policy, number_guess(), task_lease(0, 1, prompt="g" * 300, answer="7"))
     assert result.verdict == VERDICT_ENV_ERROR
+
+
+async def test_an_environment_that_returns_no_outcome_is_told_what_to_return() -> None:
+    async with policy_over(FakeEngine()) as policy:
+        with pytest.raises(NexrlError, match="the environment returned NoneType; it must return an Outcome"):
+            await run_agent(policy, Scripted(cast(Outcome, None)), task_lease(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,17 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from nexrl.models import build_model
-from nexrl.spec.experiment import AlgorithmSpec, ModelSpec, ScratchModelSpec
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.model import ScratchModel, ScratchModelSpec
 from nexrl.tokenizers import build_tokenizer
-from nexrl_trainer.batching import TrainBatch, TrainSequence
+from nexrl.train_batch import TrainBatch, TrainSequence
+from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.step import Learner, LearnerSettings
 
 _SCRATCH = ScratchModelSpec(
     alphabet="0123456789=", hidden_size=16, intermediate_size=32, layers=2, heads=2, max_positions=32
 )
-MODEL = ModelSpec(scratch=_SCRATCH)
+MODEL = ScratchModel(scratch=_SCRATCH)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def build_learner() -> Callable[..., Learner]:
     def build(*, max_tokens: int = 8192, temperature: float = 1.0, dtype: str = "float32", **algorithm: Any) -> Learner:
         settings = AlgorithmSpec(**{"learning_rate": 1e-2, "warmup_steps": 2, **algorithm})
         model = build_model(MODEL.model_copy(update={"dtype": dtype}), seed=0)
-        return Learner(model, LearnerSettings(settings, 10, temperature, max_tokens))
+        return Learner(model, LearnerSettings(settings, 10, ForwardSettings(temperature, max_tokens)))
 
     return build
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nexrl.spec.algorithm import GROUP_BASELINES
 from nexrl_trainer.advantages import (
     ADVANTAGES,
     group_mean_advantages,
@@ -16,6 +17,11 @@ from nexrl_trainer.advantages import (
 # Group 7: rewards 0, 1, 1; group 3: 2, 4; interleaved, as completions arrive.
 REWARDS_B = np.array([0.0, 2.0, 1.0, 4.0, 1.0])
 GROUPS_B = np.array([7, 3, 7, 3, 7])
+
+
+def test_the_names_are_those_of_the_experiment_file() -> None:
+    assert set(ADVANTAGES) == set(GROUP_BASELINES)
+
 
 samples = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3)), min_size=1, max_size=30)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: resumed runs are the same run, and a killed writer leaves nothing that looks complete."""
+"""Checkpoints: a resumed run continues exactly, and a killed writer leaves nothing that looks complete."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from nexrl.models import iter_weights
-from nexrl_trainer.batching import TrainBatch
+from nexrl.train_batch import TrainBatch
 from nexrl_trainer.checkpoint import (
     CheckpointMetadata,
     find_latest_checkpoint,
@@ -30,7 +30,7 @@ def assert_equal_state(first: Learner, second: Learner) -> None:
     assert first.step == second.step
     for left, right in (
         (dict(iter_weights(first.model)), dict(iter_weights(second.model))),
-        (first.optimizer_tensors(), second.optimizer_tensors()),
+        (first.optimizer.tensors(), second.optimizer.tensors()),
     ):
         assert left.keys() == right.keys()
         assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())

@@ -7,32 +7,45 @@ import numpy as np
 import pytest
 
 from nexrl.activity import ActivityTracker
+from nexrl.client import BatchClient
+from nexrl.errors import NexrlError
+from nexrl.rollout_worker import with_columns
 from nexrl.rpc.client import connect
-from nexrl.spec.experiment import AlgorithmSpec
+from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.v1.activity_service_pb2 import Module
-from nexrl.v1.train_batch_pool_service_pb2 import TrainBatch
 from nexrl.v1.trajectory_pb2 import VERDICT_OK, VERDICT_TRUNCATED, Group, PolicySpan, SampleResult, Trajectory
 from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
-from nexrl_trainer.codec import decode_train_batch
-from nexrl_trainer.processor import AlgorithmProcessor
+from nexrl_trainer.processor import AlgorithmProcessor, Forward, build_processor
+
+
+def forward(logprob: float) -> Forward:
+    """A model under which every trained token has this log-probability."""
+    return lambda batch: np.where(batch.loss_mask_N, np.float32(logprob), np.float32(0))
+
+
+POLICY, REFERENCE = forward(-0.75), forward(-2.0)
 
 
 class Builder:
-    """Builds processors, none of which talks to anybody."""
+    """Builds processors, none of which talks to anybody. User code lies in `folder`."""
 
-    def __init__(self, channel: object, folder: Path) -> None:
-        self._channel, self._folder = channel, folder
+    def __init__(self, client: BatchClient, folder: Path) -> None:
+        self._client, self.folder = client, folder
 
-    def __call__(self, kind: type[AlgorithmProcessor] = AlgorithmProcessor, **algorithm: object) -> AlgorithmProcessor:
-        settings = AlgorithmSpec.model_validate(algorithm)
+    def __call__(self, **algorithm: object) -> AlgorithmProcessor:
+        processor = build_processor(AlgorithmSpec.model_validate(algorithm), self.folder, POLICY, REFERENCE)
         activity = ActivityTracker(Module(name="trainer"), None)
-        return kind(settings, self._channel, "default", activity, self._folder)  # type: ignore[arg-type]
+        return AlgorithmProcessor(processor, self._client, activity, self.folder, REFERENCE)
+
+    def user_code(self, module: str, text: str) -> None:
+        """Write a module of the user."""
+        (self.folder / f"{module}.py").write_text(text)
 
 
 @pytest.fixture
 async def build(tmp_path: Path) -> AsyncIterator[Builder]:
     async with connect("127.0.0.1:1") as channel:
-        yield Builder(channel, tmp_path)
+        yield Builder(BatchClient(channel, worker_id="trainer"), tmp_path)
 
 
 def sample(sample_id: str, reward: float, version: int = 4) -> SampleResult:
@@ -58,8 +71,7 @@ def lease() -> BatchLease:
 
 @pytest.mark.guide("I1", "I6")
 async def test_a_batch_becomes_advantages_by_group_with_masks_and_logprobs(build: Builder) -> None:
-    prepared = build(advantage="group_mean", zero_variance_groups="keep").fit(lease())
-    batch = decode_train_batch(prepared.tensors)
+    batch, _ = build(advantage="group_mean", zero_variance_groups="keep").fit(lease())
     assert batch.advantages_N.tolist() == [0.5] * 3 + [-0.5] * 3 + [0.0] * 6
     assert batch.loss_mask_N.tolist() == [False, True, True] * 4
     np.testing.assert_array_equal(batch.rollout_logprobs_N, np.array([0, -0.5, -0.25] * 4, np.float32))
@@ -68,36 +80,144 @@ async def test_a_batch_becomes_advantages_by_group_with_masks_and_logprobs(build
 async def test_a_sample_of_several_trajectories_counts_once_in_its_group(build: Builder) -> None:
     several = lease()
     several.groups[0].samples[1].trajectories.extend(several.groups[0].samples[1].trajectories[:1] * 2)
-    batch = decode_train_batch(build(advantage="group_mean").fit(several).tensors)
+    batch, _ = build(advantage="group_mean").fit(several)
     assert batch.advantages_N.reshape(-1, 3)[:, 0].tolist() == [0.5, -0.5, -0.5, -0.5]
 
 
 async def test_metrics_tell_what_a_batch_is_made_of(build: Builder) -> None:
-    metrics = build().fit(lease()).metrics
+    _, metrics = build().fit(lease())
     assert (metrics["samples"], metrics["reward_mean"], metrics["response_tokens"]) == (4, 0.75, 2)
     assert (metrics["staleness_steps"], metrics["staleness_steps_max"]) == (0.25, 1)
     assert (metrics["truncated_fraction"], metrics["zero_variance_group_fraction"]) == (0.25, 0.5)
 
 
 async def test_groups_without_a_difference_are_left_out_unless_they_are_kept(build: Builder) -> None:
-    assert len(decode_train_batch(build().fit(lease()).tensors).lengths_B) == 2
+    batch, _ = build().fit(lease())
+    assert len(batch.lengths_B) == 2
 
 
 @pytest.mark.guide("Q15")
 async def test_mock_takes_rewards_as_advantages(build: Builder) -> None:
-    prepared = build(type="mock", zero_variance_groups="keep").fit(lease())
-    assert decode_train_batch(prepared.tensors).advantages_N.tolist() == [1.0] * 3 + [0.0] * 3 + [1.0] * 6
+    batch, _ = build(type="mock", zero_variance_groups="keep").fit(lease())
+    assert batch.advantages_N.tolist() == [1.0] * 3 + [0.0] * 3 + [1.0] * 6
 
 
-class Doubled(AlgorithmProcessor):
-    """A user's processor: one method."""
+MINE = """
+import numpy as np
+from nexrl.algorithm import Batch, PreparedBatch, Processor
 
-    def fit(self, lease: BatchLease) -> TrainBatch:
-        prepared = super().fit(lease)
-        prepared.metrics["doubled"] = 2 * prepared.metrics["reward_mean"]
-        return prepared
+
+class Mine(Processor):
+    def fit(self, batch: Batch) -> PreparedBatch:
+        sequences = []
+        for group in batch.groups:
+            baseline = np.mean([sample.reward for sample in group])
+            for sample in group:
+                for trajectory in sample.trajectories:
+                    sequence = trajectory.sequence(0.0)
+                    policy, = self.context.policy_logprobs([sequence])
+                    reference, = self.context.reference_logprobs([sequence])
+                    gain = (sample.reward - baseline) + 0.1 * (reference - policy)
+                    sequences.append(trajectory.sequence(gain, {"gain": gain, "truncated": sample.is_truncated}))
+        return PreparedBatch(sequences, {"doubled": 2.0 * batch.rewards_B.mean()})
+
+
+class Broken(Processor):
+    def fit(self, batch):
+        return 1 / 0
+
+
+class Short(Processor):
+    def fit(self, batch):
+        trajectory = batch.samples[0].trajectories[0]
+        return PreparedBatch([trajectory.sequence(0.0, {"short": np.zeros(2)})])
+
+
+class Exits(Processor):
+    def fit(self, batch):
+        raise SystemExit(1)
+
+
+class ExitsAtOnce(Exits):
+    def __init__(self, context):
+        raise SystemExit(1)
+
+
+class Wrong(Processor):
+    def fit(self, batch):
+        return []
+
+
+def advantage(rewards_B, groups_B):
+    return (rewards_B - 0.25).astype(np.float32)
+
+
+def one_number(rewards_B, groups_B):
+    return 0.5
+
+
+def exits(rewards_B, groups_B):
+    raise SystemExit(1)
+
+
+def infinite(rewards_B, groups_B):
+    return rewards_B / 0.0
+"""
 
 
 @pytest.mark.guide("R4")
-async def test_a_subclass_overrides_what_becomes_of_a_batch(build: Builder) -> None:
-    assert build(Doubled).fit(lease()).metrics["doubled"] == 1.5
+async def test_a_class_of_the_user_decides_what_becomes_of_a_batch(build: Builder) -> None:
+    build.user_code("mine", MINE)
+    batch, metrics = build(processor="mine:Mine").fit(lease())
+    gains = np.repeat([0.5, -0.5, 0.0, 0.0], 3) + 0.1 * np.where(batch.loss_mask_N, -2.0 + 0.75, 0.0)
+    np.testing.assert_allclose(batch.advantages_N, gains, rtol=1e-6)
+    np.testing.assert_allclose(batch.columns["gain"], gains, rtol=1e-6)
+    assert batch.columns["truncated"].tolist() == [False, True, False, False]
+    assert (metrics["doubled"], metrics["reward_mean"]) == (1.5, 0.75)
+
+
+async def test_an_advantage_of_the_user_is_used_by_the_built_in_processor(build: Builder) -> None:
+    build.user_code("mine_too", MINE)
+    batch, _ = build(advantage="mine_too:advantage", zero_variance_groups="keep").fit(lease())
+    assert batch.advantages_N.tolist() == [0.75] * 3 + [-0.25] * 3 + [0.75] * 6
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("processor", "Broken", "algorithm.processor bad:Broken: ZeroDivisionError .*: division by zero"),
+        ("processor", "Exits", "algorithm.processor bad:Exits: SystemExit .*: 1"),
+        ("processor", "ExitsAtOnce", "algorithm.processor bad:ExitsAtOnce: SystemExit .*: 1"),
+        ("processor", "Wrong", "algorithm.processor bad:Wrong: fit returned list; a PreparedBatch is needed"),
+        ("processor", "Short", r"bad:Short: train batch: sequences\[0\].columns\[short\]: has shape \(2,\)"),
+        ("processor", "advantage", "algorithm.processor bad:advantage: not a subclass of nexrl.algorithm.Processor"),
+        ("processor", "Missing", "bad:Missing: .* has no Missing"),
+        ("advantage", "one_number", r"algorithm.advantage bad:one_number: returned shape \[\]; one per sample, \[4\]"),
+        ("advantage", "exits", "algorithm.advantage bad:exits: SystemExit .*: 1"),
+        ("advantage", "infinite", "algorithm.advantage bad:infinite: an advantage is not finite"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+async def test_errors_of_user_code_name_its_reference(build: Builder, key: str, name: str, message: str) -> None:
+    build.user_code("bad", MINE)
+    with pytest.raises(NexrlError, match=message):
+        build(**{key: f"bad:{name}"}).fit(lease())
+
+
+async def test_reference_logprobs_are_added_where_the_loss_has_a_penalty(build: Builder) -> None:
+    batch, _ = build(kl_coefficient=0.1).fit(lease())
+    assert batch.reference_logprobs_N is not None
+    assert batch.reference_logprobs_N.tolist() == [0, -2, -2] * 2
+
+
+async def test_columns_of_trajectories_reach_the_train_batch(build: Builder) -> None:
+    carrying = lease()
+    for number, group in enumerate(carrying.groups):
+        for one in group.samples:
+            with_columns(one.trajectories[0], {"turn": [0, 1, 1], "difficulty": number / 2})
+    batch, _ = build(zero_variance_groups="keep").fit(carrying)
+    assert batch.columns["turn"].tolist() == [0, 1, 1] * 4
+    assert batch.columns["difficulty"].tolist() == [0, 0, 0.5, 0.5]
+    del carrying.groups[1].samples[0].trajectories[0].columns["turn"]
+    batch, _ = build(zero_variance_groups="keep").fit(carrying)
+    np.testing.assert_array_equal(batch.columns["turn"], [0, 1, 1] * 2 + [np.nan] * 3 + [0, 1, 1])

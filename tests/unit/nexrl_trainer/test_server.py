@@ -1,15 +1,29 @@
-"""What the experiment asks of the trainer's parts."""
+"""The settings that the parts of the trainer get from the experiment."""
 
+import gc
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from nexrl.models import iter_weights
+from nexrl.models import build_model, iter_weights
 from nexrl.spec import ExperimentSpec
+from nexrl.train_batch import TrainBatch, TrainSequence
+from nexrl_trainer import server
+from nexrl_trainer.forward import ForwardPass
 from nexrl_trainer.server import build_learner, reference_logprobs, run_checkpoints
 from nexrl_trainer.step import Learner, MockLearner
+from tests.support.eventually import eventually
+from tests.support.families import FAMILIES_BY_TYPE
+from tests.support.services import running_service, small_experiment
+
+NOBODY = "127.0.0.1:1"
+"""An address where nothing listens."""
 
 
 def spec(**sections: object) -> ExperimentSpec:
@@ -32,12 +46,76 @@ def test_the_backend_decides_who_learns() -> None:
     assert isinstance(build_learner(spec(trainer={"steps": 10, "backend": "mock"})), MockLearner)
 
 
-def test_only_a_penalty_needs_the_initial_model() -> None:
-    assert reference_logprobs(spec()) is None
-    assert reference_logprobs(spec(algorithm={"klCoefficient": 0.1})) is not None
+def test_the_initial_model_is_built_when_its_logprobs_are_first_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+
+    def build(*arguments: Any) -> Any:
+        built.append(build_model(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(server, "build_model", build)
+    reference = reference_logprobs(spec(), shares_prompts=True)
+    assert built == []
+    batch = TrainBatch.pack([TrainSequence([4, 5], [False, True], [0.0, -1.0], 1.0)])
+    assert (reference(batch) < 0).tolist() == (reference(batch) < 0).tolist() == [False, True]
+    assert len(built) == 1
 
 
-@pytest.mark.guide("Q21", "Q41", "Q42")
+def test_what_the_learner_has_checked_is_not_checked_again_for_the_reference_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks: list[object] = []
+    check_model = ForwardPass._check_model
+
+    def counted(*arguments: Any) -> Any:
+        checks.append(arguments)
+        return check_model(*arguments)
+
+    monkeypatch.setattr(ForwardPass, "_check_model", counted)
+    learner = build_learner(spec())
+    assert len(checks) == 1
+    batch = TrainBatch.pack([TrainSequence([4, 5], [False, True], [0.0, -1.0], 1.0)])
+    reference = reference_logprobs(spec(), shares_prompts=learner.forward_pass.shares_prompts)
+    np.testing.assert_array_equal(reference(batch), learner.forward(batch))
+    assert len(checks) == 1
+
+
+def test_the_reference_model_takes_the_memory_of_its_weights_only() -> None:
+    shape = {"alphabet": "01", "hiddenSize": 64, "intermediateSize": 256, "layers": 2, "heads": 1, "maxPositions": 32}
+    model = {"scratch": shape, "dtype": "bfloat16"}
+    others = tensor_bytes()
+    reference = reference_logprobs(spec(model=model, algorithm={"klCoefficient": 0.1}), shares_prompts=True)
+    batch = TrainBatch.pack([TrainSequence([4, 5], [False, True], [0.0, -1.0], 1.0)])
+    reference(batch)
+    added = tensor_bytes() - others
+    weights = sum(tensor.nbytes for _, tensor in iter_weights(build_model(spec(model=model).model, seed=0)))
+    assert weights <= added < 1.2 * weights
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors that exist."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+async def test_a_trainer_warns_at_its_start_if_its_model_cannot_share_prompts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    FAMILIES_BY_TYPE["mistral"].build().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    experiment = small_experiment(model={"path": str(tmp_path)})
+
+    async def warnings() -> list[str]:
+        return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+    async with running_service(tmp_path, server.start, experiment, trajectory_pool=NOBODY, weight_sync=NOBODY):
+        (message,) = await eventually(warnings)
+    assert "do not share their prompt" in message
+    assert "mistral" in message
+
+
+@pytest.mark.guide("Q21", "Q41")
 def test_checkpoints_are_where_the_experiment_says_and_start_from_what_it_names(tmp_path: Path) -> None:
     default = run_checkpoints(tmp_path, spec())
     assert (default.folder, default.start_from) == (tmp_path / "checkpoints", None)

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.models import iter_weights
-from nexrl.spec.experiment import AlgorithmSpec
-from nexrl_trainer.batching import TrainBatch, TrainSequence
-from nexrl_trainer.step import Learner, learning_rate
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.train_batch import TrainBatch, TrainSequence
+from nexrl_trainer.step import Learner
+from tests.support.batches import select
+from tests.support.families import plain_logprobs
 
 BuildLearner = Callable[..., Learner]
 BuildBatch = Callable[..., TrainBatch]
@@ -27,23 +29,12 @@ def gradients(learner: Learner) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None])
 
 
-def plain_logprobs(learner: Learner, batch: TrainBatch, temperature: float) -> np.ndarray:
-    """One sequence at a time through the whole model: no padding, no gathering."""
-    parts = []
-    for ids in np.split(batch.token_ids_N, np.cumsum(batch.lengths_B)[:-1]):
-        with torch.no_grad():
-            logits_TV = learner.model(torch.from_numpy(ids)[None]).logits[0] / temperature
-        logprobs_T = logits_TV[:-1].log_softmax(-1).gather(-1, torch.from_numpy(ids)[1:, None]).squeeze(-1)
-        parts.append(np.concatenate([[0], logprobs_T.numpy()]))
-    return np.concatenate(parts) * batch.loss_mask_N
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_forward_gives_the_logprobs_of_the_whole_model(
     build_learner: BuildLearner, build_batch: BuildBatch, temperature: float
 ) -> None:
     learner, batch = build_learner(temperature=temperature, max_tokens=20), build_batch(seed=1)
-    np.testing.assert_allclose(learner.forward(batch), plain_logprobs(learner, batch, temperature), atol=1e-5)
+    np.testing.assert_allclose(learner.forward(batch), plain_logprobs(learner.model, batch, temperature), atol=1e-5)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -71,7 +62,7 @@ def test_parts_of_a_step_with_its_denominator_accumulate_to_the_step(
     whole.forward_backward(batch)
     first = np.arange(len(batch.lengths_B)) < 2
     for rows in (first, ~first):
-        parts.forward_backward(batch.select(rows), denominator=batch.token_count)
+        parts.forward_backward(select(batch, rows), denominator=batch.token_count)
     torch.testing.assert_close(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
 
 
@@ -101,7 +92,7 @@ def test_a_batch_with_nothing_to_train_counts_as_a_step_and_has_no_means(
 ) -> None:
     learner, batch = build_learner(), build_batch(seed=0)
     before = weights(learner)
-    figures = learner.train(batch.select(np.zeros(len(batch.lengths_B), np.bool_))).figures()
+    figures = learner.train(select(batch, np.zeros(len(batch.lengths_B), np.bool_))).figures()
     assert (figures["step"], figures["loss"], figures["token_count"]) == (1, 0, 0)
     assert not {"entropy", "ratio_mean", "mismatch_kl", "clip_fraction"} & figures.keys()
     assert learner.train(batch).figures()["entropy"] > 0
@@ -127,7 +118,7 @@ def test_updates_too_small_for_bfloat16_add_up(build_learner: BuildLearner, buil
     norm = dict(learner.model.named_parameters())["model.norm.weight"]  # ones: neighbours are 2^-8 away
     for _ in range(10):
         learner.train(batch)
-    masters = learner.optimizer_tensors()["master.model.norm.weight"]
+    masters = learner.optimizer.tensors()["master.model.norm.weight"]
     assert torch.equal(norm, torch.ones_like(norm))
     assert (masters - 1).abs().max() > 5e-4
 
@@ -148,9 +139,18 @@ def test_a_gradient_that_is_not_finite_stops_training_before_the_weights_are_tou
 ) -> None:
     learner = build_learner()
     before = weights(learner)
-    with pytest.raises(TrainingFailedError, match="step 1: gradient norm is nan"):
-        learner.train(TrainBatch.pack([TrainSequence([1, 5], [False, True], [0, 0], float("nan"))]))
+    with pytest.raises(TrainingFailedError, match=r"step 1: gradient norm is (inf|nan)"):
+        learner.train(TrainBatch.pack([TrainSequence([1, 5], [False, True], [0, 0], 3e38)]))
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+
+
+@pytest.mark.parametrize("name", ["rollout_logprobs_N", "advantages_N"])
+def test_a_loss_that_is_not_finite_is_no_step(build_learner: BuildLearner, build_batch: BuildBatch, name: str) -> None:
+    learner, batch = build_learner(), build_batch(seed=0)
+    getattr(batch, name)[np.flatnonzero(batch.loss_mask_N)[0]] = np.nan
+    with pytest.raises(TrainingFailedError, match=r"algorithm\.loss ppo_clip: the loss of the step is nan"):
+        learner.train(batch)
+    assert learner.step == 0
 
 
 def test_entropy_bonus_raises_entropy(build_learner: BuildLearner, build_batch: BuildBatch) -> None:
@@ -161,15 +161,16 @@ def test_entropy_bonus_raises_entropy(build_learner: BuildLearner, build_batch: 
     assert learner.train(still).entropy > before
 
 
+def test_the_denominator_of_constant_aggregation_is_that_of_the_experiment(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    batch, learners = build_batch(seed=7), [build_learner(aggregation="constant", constant_tokens=n) for n in (1, 8)]
+    one, eight = (learner.forward_backward(batch).loss for learner in learners)
+    assert one == pytest.approx(8 * eight, rel=1e-4)
+    torch.testing.assert_close(gradients(learners[0]), 8 * gradients(learners[1]), rtol=1e-4, atol=1e-6)
+
+
 def test_kl_penalty_without_reference_logprobs_is_refused(build_learner: BuildLearner) -> None:
     batch = TrainBatch.pack([TrainSequence([1, 5], [False, True], [0, 0], 1.0)])
     with pytest.raises(InvalidArgumentError, match="reference_logprobs_N"):
         build_learner(kl_coefficient=0.1).train(batch)
-
-
-def test_learning_rate_rises_then_falls_to_its_floor() -> None:
-    algorithm = AlgorithmSpec(learning_rate=1.0, warmup_steps=2, final_learning_rate_ratio=0.1)
-    rates = [learning_rate(step, algorithm, total_steps=12) for step in range(14)]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[7] == pytest.approx(0.55)
-    assert rates[12:] == pytest.approx([0.1, 0.1])

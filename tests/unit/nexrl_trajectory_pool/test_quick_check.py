@@ -14,6 +14,7 @@ from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1 import validator_service_pb2 as validator_pb
 from nexrl_trajectory_pool.quick_check import are_good
 from nexrl_trajectory_pool.results import _token_violations
+from nexrl_trajectory_pool.sampling import SamplingParameters
 from tests.support.pool import trajectory
 
 VOCABULARIES = (None, 1, 127, 128, 129, 300, 16_384, 16_400, 151_936, 2**31 - 1)
@@ -31,6 +32,13 @@ MIRRORS = [
 
 token_ids = st.sampled_from([token for token in BOUNDARIES if 0 <= token < 2**31]) | st.integers(-2, 2**31 - 1)
 rewards = st.sampled_from([0.0, 1.5, math.inf, math.nan])
+logprobs = st.sampled_from([0.0, -1.5, 5e-4, 0.1, -103.0, -200.0, math.inf, -math.inf, math.nan])
+draws = st.none() | st.builds(
+    pb.Draw,
+    temperature=st.sampled_from([1.0, 0.7]),
+    top_p=st.sampled_from([0.0, 1.0, 0.9]),
+    top_k=st.sampled_from([0, 2]),
+)
 
 
 @st.composite
@@ -42,22 +50,39 @@ def trajectories(draw: st.DrawFn) -> pb.Trajectory:
     drawn = pb.Trajectory(
         token_ids=tokens,
         loss_mask=draw(masks | near.map(lambda length: [False] + [True] * (length - 1))),
-        logprobs=draw(
-            near.flatmap(lambda length: st.lists(rewards.map(lambda r: -r), min_size=length, max_size=length))
-        ),
+        logprobs=draw(near.flatmap(lambda length: st.lists(logprobs, min_size=length, max_size=length))),
         reward=draw(rewards),
         reward_components={"exact": draw(rewards)},
     )
     bounds = st.integers(-1, len(tokens) + 1)
     for start, end, version in draw(st.lists(st.tuples(bounds, bounds, st.integers(-1, 3)), max_size=3)):
         drawn.spans.add(start=start, end=end, policy_version=version)
+    for start, end, how in draw(st.lists(st.tuples(bounds, bounds, draws), max_size=2)):
+        drawn.completions.add(start=start, end=end, draw=how)
     return drawn
 
 
-@given(drawn=st.lists(trajectories(), min_size=1, max_size=3), vocabulary_size=st.sampled_from(VOCABULARIES))
-def test_nothing_bad_is_called_good(drawn: list[pb.Trajectory], vocabulary_size: int | None) -> None:
-    if is_good([one.SerializeToString() for one in drawn], vocabulary_size):
-        assert not list(_token_violations([pb.SampleResult(trajectories=drawn)], vocabulary_size))
+@given(
+    drawn=st.lists(trajectories(), min_size=1, max_size=3),
+    vocabulary_size=st.sampled_from(VOCABULARIES),
+    sampling=st.none() | st.just(SamplingParameters()),
+)
+def test_nothing_bad_is_called_good(
+    drawn: list[pb.Trajectory], vocabulary_size: int | None, sampling: SamplingParameters | None
+) -> None:
+    if is_good([one.SerializeToString() for one in drawn], vocabulary_size, sampling):
+        assert not list(_token_violations([pb.SampleResult(trajectories=drawn)], vocabulary_size, sampling))
+
+
+def test_only_a_draw_with_other_parameters_is_left_to_the_slow_way() -> None:
+    as_asked, otherwise = trajectory(), trajectory()
+    otherwise.completions[0].draw.temperature = 0.7
+    silent = trajectory()
+    del silent.completions[:]
+    sampling = SamplingParameters()
+    assert is_good([as_asked.SerializeToString()], None, sampling)
+    assert not is_good([otherwise.SerializeToString()], None, sampling)
+    assert is_good([silent.SerializeToString()], None, sampling)
 
 
 @given(
@@ -120,5 +145,6 @@ def form(field: FieldDescriptor) -> tuple[int, str, bool, str]:
     return field.number, field.name, bool(field.is_repeated), "bytes" if is_bytes else str(field.type)
 
 
-def is_good(serialized: list[bytes], vocabulary_size: int | None) -> bool:
-    return are_good([packed_pb.PackedTrajectory.FromString(one) for one in serialized], vocabulary_size)
+def is_good(serialized: list[bytes], vocabulary_size: int | None, sampling: SamplingParameters | None = None) -> bool:
+    trajectories = [packed_pb.PackedTrajectory.FromString(one) for one in serialized]
+    return are_good(trajectories, vocabulary_size, sampling)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nexrl.errors import FailedPreconditionError, LeaseLostError
-from nexrl_weight_sync.coordinator import NO_VERSION, Cause, Coordinator, Replica, Rules, State, Sync, Weights
+from nexrl_weight_sync.coordinator import Coordinator
+from nexrl_weight_sync.records import NO_VERSION, Cause, Replica, Rules, State, Sync, Weights
 
 RULES = Rules(
     max_lag_steps=0,

@@ -1,11 +1,11 @@
-"""What the experiment asks of weight sync."""
+"""The settings that weight sync gets from the experiment."""
 
 import json
 
 import pytest
 
 from nexrl.spec import ExperimentSpec
-from nexrl_weight_sync.server import rules
+from nexrl_weight_sync.server import MARGIN_SECONDS, rules
 
 
 def spec(**sections: object) -> ExperimentSpec:
@@ -14,7 +14,6 @@ def spec(**sections: object) -> ExperimentSpec:
     return ExperimentSpec.model_validate_json(json.dumps(document | room | sections))
 
 
-@pytest.mark.guide("L1", "L2", "L3", "Q26", "Q27")
 @pytest.mark.parametrize(
     ("weight_sync", "max_lag_steps"),
     [({"mode": "sync"}, 0), ({"mode": "batch-async", "stalenessThreshold": 3}, 3), ({"mode": "fully-async"}, None)],
@@ -23,6 +22,11 @@ def test_the_mode_decides_how_far_the_committed_version_may_lag(
     weight_sync: dict[str, object], max_lag_steps: int | None
 ) -> None:
     assert rules(spec(weightSync=weight_sync)).max_lag_steps == max_lag_steps
+
+
+@pytest.mark.guide("L1")
+def test_a_sync_may_take_as_long_as_the_experiment_allows_each_of_its_phases() -> None:
+    assert rules(spec(weightSync={"timeoutSeconds": 7})).sync_seconds == 2 * 7 + MARGIN_SECONDS
 
 
 @pytest.mark.guide("Q38", "R6", "S10")

@@ -1,0 +1,1 @@
+"""The built-in inference engine: PyTorch and transformers, continuous batching."""

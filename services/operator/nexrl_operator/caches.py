@@ -1,0 +1,80 @@
+"""Copies of all experiments and of the objects that they own, kept current by watches."""
+
+import time
+from collections.abc import Callable
+
+from nexrl.k8s.api import (
+    CLAIM,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EXPERIMENT,
+    JOB,
+    KINDS,
+    NETWORK_POLICY,
+    POD,
+    SERVICE,
+    STATEFUL_SET,
+    WORKLOAD,
+)
+from nexrl_operator.cache import Cache
+from nexrl_operator.objects import EXPERIMENT_LABEL, Object
+from nexrl_operator.observed import Observed, Seen, experiment_of, is_made_here, owner_uid
+from nexrl_operator.settings import OperatorSettings
+from nexrl_operator.work_queue import Key
+
+OWNED = (CONFIG_MAP, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB, POD)
+
+
+class Caches:
+    """One cache for each kind. Calls `on_change` with the experiment to which a changed object belongs."""
+
+    def __init__(self, settings: OperatorSettings, on_change: Callable[[Key], None]) -> None:
+        self._on_change = on_change
+        self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
+        owned = (*OWNED, WORKLOAD) if settings.kueue else OWNED
+        self._owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in owned}
+        self._children: dict[Key, dict[tuple[str, str], Object]] = {}
+        """The objects by experiment. Without it, each reconciliation would search the objects of all experiments."""
+
+    @property
+    def all(self) -> list[Cache]:
+        """The caches of all kinds."""
+        return [self.experiments, *self._owned.values()]
+
+    def note(self, item: Object) -> None:
+        """Store the object that the server returned for a write, because the watch delivers it later."""
+        if item["kind"] == EXPERIMENT.kind:
+            self.experiments.note(item)
+            return
+        self._owned[KINDS[item["kind"]]].note(item)
+        self._index(item)
+
+    def observe(self, key: Key, resource: Object, seen: Seen | None) -> Observed:
+        """Return the experiment `resource`, its objects, and the last report of its controller."""
+        uid = resource["metadata"]["uid"]
+        items = [item for item in self._children.get(key, {}).values() if is_made_here(item)]
+        pods = [item for item in items if item["kind"] == POD.kind]
+        objects = [item for item in items if item["kind"] != POD.kind]
+        children = [item for item in objects if owner_uid(item) == uid]
+        # Objects with another owner belong to a deleted experiment of this name. The garbage collector removes them.
+        has_predecessor = any(owner_uid(item) not in ("", uid) for item in objects)
+        return Observed(resource, children, pods, seen, time.time(), has_predecessor=has_predecessor)
+
+    def _on_experiment(self, item: Object) -> None:
+        self._on_change((item["metadata"]["namespace"], item["metadata"]["name"]))
+
+    def _on_child(self, item: Object) -> None:
+        self._index(item)
+        self._on_change((item["metadata"]["namespace"], experiment_of(item)))
+
+    def _index(self, item: Object) -> None:
+        metadata = item["metadata"]
+        key, child = (metadata["namespace"], experiment_of(item)), (item["kind"], metadata["name"])
+        found = self._owned[KINDS[item["kind"]]].get(metadata["namespace"], metadata["name"])
+        if found is not None:
+            self._children.setdefault(key, {})[child] = found
+            return
+        children = self._children.get(key, {})
+        children.pop(child, None)
+        if not children:
+            self._children.pop(key, None)

@@ -1,0 +1,152 @@
+"""The objects that an experiment owns, rendered from its spec. Pure: this module never looks at the cluster."""
+
+from dataclasses import dataclass
+
+from nexrl.components import COMPONENTS
+from nexrl.spec import Experiment, dump_resolved, with_folder
+from nexrl.spec.experiment import LEDGER_ANNOTATION
+from nexrl_operator.network_policy import network_policy
+from nexrl_operator.objects import (
+    ATTEMPT_LABEL,
+    EXPERIMENT_FOLDER,
+    GRPC_PORT,
+    HTTP_PORT,
+    METRICS_PORT,
+    TOKEN_PORT,
+    Object,
+    Owner,
+)
+from nexrl_operator.pods import PodTemplates, from_field, variable
+from nexrl_operator.revisions import REVISION, configuration_revision, template_revision
+from nexrl_operator.settings import OperatorSettings
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Renders the objects of one experiment."""
+
+    owner: Owner
+    experiment: Experiment
+    settings: OperatorSettings
+    max_rollouts: int | None = None
+    """The number of rollouts that a queue has admitted; None without a queue."""
+
+    def foundation(self) -> list[Object]:
+        """Return the objects that outlive all pods: configuration, volume, Services, network policy.
+
+        The ConfigMap comes first.
+        """
+        policies = []
+        if self.settings.network_policy:
+            policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
+        return [self.config_map(), self.claim(), *(self.service(c.name) for c in COMPONENTS), *policies]
+
+    def config_map(self) -> Object:
+        """Return the resolved experiment and the user's modules."""
+        experiment = self.experiment
+        code = experiment.spec.code
+        metadata = experiment.metadata.model_copy(
+            update={"annotations": {LEDGER_ANNOTATION: self.owner.ledger}, "labels": {}}
+        )
+        spec = experiment.spec.model_copy(update={"code": {}, "suspend": False})
+        resolved = with_folder(experiment.model_copy(update={"metadata": metadata, "spec": spec}), EXPERIMENT_FOLDER)
+        item = self.owner.new_object("v1", "ConfigMap", "experiment", "experiment")
+        item["metadata"]["annotations"] = {REVISION: configuration_revision(experiment)}
+        return item | {"data": {"experiment.yaml": dump_resolved(resolved), **code}}
+
+    def claim(self) -> Object:
+        """Return the volume with the run's folder."""
+        storage = self.experiment.spec.storage
+        spec: Object = {
+            "accessModes": [storage.access_mode],
+            "resources": {"requests": {"storage": storage.size}},
+        }
+        if storage.storage_class_name is not None:
+            spec["storageClassName"] = storage.storage_class_name
+        return self.owner.new_object("v1", "PersistentVolumeClaim", "run", "run") | {"spec": spec}
+
+    def service(self, component: str) -> Object:
+        """Return a headless Service. It publishes pods that are not ready: pods that start wait for each other."""
+        ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
+        if component == "inference":
+            ports["http"] = HTTP_PORT
+        if self.settings.tls != "off":
+            ports["grpc-token"] = TOKEN_PORT
+        spec = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": self.owner.selector(component),
+            "ports": [{"name": name, "port": port, "targetPort": name} for name, port in ports.items()],
+        }
+        return self.owner.new_object("v1", "Service", component, component) | {"spec": spec}
+
+    def replicas(self) -> dict[str, int]:
+        """Return the number of pods of each component, in the order in which they are created."""
+        spec = self.experiment.spec
+        # The controller last: if it exists, all others were created.
+        in_order = sorted(COMPONENTS, key=lambda component: component.name == "controller")
+        counts = {component.name: component.replicas(spec) for component in in_order}
+        if self.max_rollouts is not None:
+            counts["rollout"] = min(counts["rollout"], self.max_rollouts)
+        return counts
+
+    def workloads(self, attempt: int) -> dict[str, Object]:
+        """Return the object that creates the pods, by component; `attempt` numbers the trainer's Job."""
+        made: dict[str, Object] = {}
+        for name, count in self.replicas().items():
+            match name:
+                case "trainer":
+                    made[name] = self._job(name, attempt)
+                case "inference" | "rollout":
+                    made[name] = self._stateful_set(name, count)
+                case _:
+                    made[name] = self._deployment(name, count)
+        return made
+
+    def _deployment(self, component: str, replicas: int) -> Object:
+        instance = (
+            from_field("NEXRL_INSTANCE", "metadata.name") if replicas > 1 else variable("NEXRL_INSTANCE", component)
+        )
+        spec = {
+            "replicas": replicas,
+            "selector": {"matchLabels": self.owner.selector(component)},
+            # There must never be two controllers, or two weight syncs, not even during an update.
+            "strategy": {"type": "RollingUpdate" if component == "trajectory-pool" else "Recreate"},
+            "template": self._pods().render(component, [instance]),
+        }
+        return self._workload("apps/v1", "Deployment", component, component) | {"spec": spec}
+
+    def _stateful_set(self, component: str, replicas: int) -> Object:
+        number = from_field("NEXRL_POD_INDEX", "metadata.labels['apps.kubernetes.io/pod-index']")
+        instance = variable("NEXRL_INSTANCE", f"{component}-$(NEXRL_POD_INDEX)")
+        spec = {
+            "replicas": replicas,
+            "serviceName": f"{self.owner.name}-{component}",
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": self.owner.selector(component)},
+            "template": self._pods().render(component, [number, instance]),
+        }
+        return self._workload("apps/v1", "StatefulSet", component, component) | {"spec": spec}
+
+    def _job(self, component: str, attempt: int) -> Object:
+        item = self._workload("batch/v1", "Job", component, f"{component}-{attempt}")
+        item["metadata"]["labels"][ATTEMPT_LABEL] = str(attempt)
+        replicas = self.experiment.spec.trainer.replicas
+        pod = self._pods().render(component, [variable("NEXRL_INSTANCE", component)])
+        pod["spec"]["restartPolicy"] = "Never"
+        spec = {
+            "completionMode": "Indexed",
+            "completions": replicas,
+            "parallelism": replicas,
+            "backoffLimit": 0,  # a gang restarts as a whole from its checkpoint, as another Job
+            "template": pod,
+        }
+        return item | {"spec": spec}
+
+    def _workload(self, api_version: str, kind: str, component: str, suffix: str) -> Object:
+        item = self.owner.new_object(api_version, kind, component, suffix)
+        item["metadata"]["annotations"] = {REVISION: template_revision(self.experiment, component)}
+        return item
+
+    def _pods(self) -> PodTemplates:
+        return PodTemplates(self.owner, self.experiment, self.settings)

@@ -1,0 +1,134 @@
+"""Certificates and passwords of experiments, and the operator's own certificate. Controllers check the latter."""
+
+import base64
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from nexrl.components import BY_NAME
+from nexrl.errors import FailedPreconditionError
+from nexrl.k8s.api import SECRET, Api
+from nexrl.tls import OPERATOR, Tls, experiment_name
+from nexrl_operator.authority import Issued, is_good, issue
+from nexrl_operator.children import Renderer
+from nexrl_operator.objects import Object, Owner
+from nexrl_operator.observed import owner_uid
+from nexrl_operator.settings import OperatorSettings
+
+RENEW_SECONDS = 6 * 3600.0
+"""Time between two checks of the certificates."""
+
+
+class Credentials:
+    """Builds the Secrets that the pods of an experiment mount, according to the operator's settings."""
+
+    def __init__(self, api: Api, settings: OperatorSettings, folder: Path | None = None) -> None:
+        self._api = api
+        self._settings = settings
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="nexrl-operator-"))
+        self._ca: Issued | None = None
+
+    async def begin(self) -> None:
+        """Get the operator's own certificate. Raises FailedPreconditionError if there is none."""
+        match self._settings.tls:
+            case "operator":
+                await self._renew_own()
+            case "secret":
+                self._write(await self._secret(self._settings.release_namespace, self._settings.tls_secret))
+            case "certManager":  # if the Secret does not exist yet, this process exits and the kubelet restarts it
+                self._write(await self._secret(self._settings.release_namespace, self._settings.own_tls_secret))
+
+    @property
+    def ca_file(self) -> Path:
+        """The file with the certificate of the authority. It exists only if TLS is enabled."""
+        return self._folder / "ca.crt"
+
+    async def redis_password(self) -> str:
+        """Return the password of the release's Redis; "" if none is set.
+
+        Raises FailedPreconditionError if the Secret does not contain the password.
+        """
+        if not self._settings.redis_secret:
+            return ""
+        name, _, key = self._settings.redis_secret.partition("/")
+        held = await self._secret(self._settings.release_namespace, name)
+        if key not in held:
+            raise FailedPreconditionError(f"Secret {self._settings.release_namespace}/{name}: the key {key} is missing")
+        return held[key].decode()
+
+    def tls(self, namespace: str, name: str) -> Tls | None:
+        """Return the operator's TLS settings for calls to the pods of an experiment; None without TLS."""
+        if self._settings.tls == "off":
+            return None
+        paths = {part: self._folder / part for part in ("ca.crt", "tls.crt", "tls.key")}
+        return Tls(paths["ca.crt"], experiment_name(namespace, name), paths["tls.crt"], paths["tls.key"])
+
+    async def objects(self, renderer: Renderer) -> list[Object]:
+        """Return the Secrets and the cert-manager Certificate of an experiment that must be applied now."""
+        owner, settings, made = renderer.owner, self._settings, []
+        if settings.redis_secret and renderer.experiment.spec.redis.url is None:
+            made.append(_secret(renderer, "redis", {"password": (await self.redis_password()).encode()}))
+        if settings.tls == "operator":
+            made += await self._issued(renderer)
+        elif settings.tls == "certManager":
+            made.append(self._certificate(owner))
+        return made
+
+    async def _issued(self, renderer: Renderer) -> list[Object]:
+        assert self._ca is not None
+        owner = renderer.owner
+        known = await self._api.get(SECRET, owner.namespace, f"{owner.name}-tls")
+        name = experiment_name(owner.namespace, owner.name)
+        if known is not None and owner_uid(known) == owner.uid:
+            held = {key: base64.b64decode(value) for key, value in known.get("data", {}).items()}
+            issued = Issued(held.get("tls.crt", b""), held.get("tls.key", b""))
+            if is_good(self._ca, issued, [name, *_names(owner)], datetime.now(UTC)):
+                return []
+        issued = issue(self._ca, _names(owner), name)
+        files = {"tls.crt": issued.certificate, "tls.key": issued.key, "ca.crt": self._ca.certificate}
+        return [_secret(renderer, "tls", files)]
+
+    async def _renew_own(self) -> None:
+        held = await self._secret(self._settings.release_namespace, self._settings.ca_secret)
+        self._ca = Issued(held["tls.crt"], held["tls.key"])
+        own = issue(self._ca, [], OPERATOR)
+        self._write({"tls.crt": own.certificate, "tls.key": own.key, "ca.crt": self._ca.certificate})
+
+    async def _secret(self, namespace: str, name: str) -> Mapping[str, bytes]:
+        found = await self._api.get(SECRET, namespace, name)
+        if found is None or not found.get("data"):
+            raise FailedPreconditionError(f"Secret {namespace}/{name}: does not exist, or is empty")
+        return {key: base64.b64decode(value) for key, value in found["data"].items()}
+
+    def _write(self, files: Mapping[str, bytes]) -> None:
+        for name in ("ca.crt", "tls.key", "tls.crt"):
+            path = self._folder / name
+            path.touch(mode=0o600)
+            path.write_bytes(files[name])
+
+    def _certificate(self, owner: Owner) -> Object:
+        name = f"{owner.name}-tls"
+        issuer = {"name": self._settings.issuer_name, "kind": self._settings.issuer_kind, "group": "cert-manager.io"}
+        return {
+            "apiVersion": "cert-manager.io/v1",
+            "kind": "Certificate",
+            "metadata": {"name": name, "namespace": owner.namespace, "ownerReferences": [owner.reference()]},
+            "spec": {
+                "secretName": name,
+                "dnsNames": [experiment_name(owner.namespace, owner.name), *_names(owner)],
+                "usages": ["server auth", "client auth"],
+                "privateKey": {"algorithm": "ECDSA", "rotationPolicy": "Always"},
+                "issuerRef": issuer,
+            },
+        }
+
+
+def _names(owner: Owner) -> list[str]:
+    hosts = [f"{owner.name}-{component}" for component in BY_NAME]
+    return [name for host in hosts for name in (host, f"{host}.{owner.namespace}", f"{host}.{owner.namespace}.svc")]
+
+
+def _secret(renderer: Renderer, suffix: str, content: Mapping[str, bytes]) -> Object:
+    data = {key: base64.b64encode(value).decode() for key, value in content.items()}
+    return renderer.owner.new_object("v1", "Secret", suffix, suffix) | {"type": "Opaque", "data": data}

@@ -1,0 +1,43 @@
+"""The spec that an experiment runs with: its own, or while that is invalid, the one that its pods read. Pure."""
+
+from nexrl.spec import SpecError, parse_experiment, yaml_core
+from nexrl.spec.marks import may_change
+from nexrl.spec.section import LIVE
+from nexrl_operator.children import Renderer
+from nexrl_operator.objects import API_VERSION, EXPERIMENT_KIND, RUN_FOLDER, Object, Owner
+from nexrl_operator.observed import Observed
+from nexrl_operator.queueing import admitted_counts, queue_of
+from nexrl_operator.settings import OperatorSettings
+
+ALWAYS_HONOURED = tuple(path for path in may_change(LIVE) if "." not in path)
+"""Fields that take effect even if the rest of the spec is invalid."""
+
+
+def effective_renderer(observed: Observed, settings: OperatorSettings) -> tuple[Renderer, str]:
+    """Return the renderer of the spec in effect, and what is wrong with the experiment's own spec; "" if it is valid.
+
+    Raises SpecError if it is invalid and the experiment was never started.
+    """
+    asked = observed.resource["spec"]
+    try:
+        return _renderer(observed, asked, settings), ""
+    except SpecError as error:
+        configuration = next((each for each in observed.children if each["kind"] == "ConfigMap"), None)
+        if configuration is None:
+            raise
+        started_with = yaml_core.load(configuration["data"]["experiment.yaml"])["spec"]
+        spec = {key: value for key, value in started_with.items() if key not in ALWAYS_HONOURED}
+        honoured = {key: asked[key] for key in ALWAYS_HONOURED if key in asked}
+        return _renderer(observed, spec | honoured, settings), error.message
+
+
+def _renderer(observed: Observed, spec: Object, settings: OperatorSettings) -> Renderer:
+    resource, metadata = observed.resource, observed.resource["metadata"]
+    # Without annotations: that of `kubectl apply` is as long as the object.
+    known = {name: metadata[name] for name in ("name", "namespace")}
+    document = {"apiVersion": API_VERSION, "kind": EXPERIMENT_KIND, "metadata": known}
+    experiment = parse_experiment(document | {"spec": spec}, RUN_FOLDER)
+    owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
+    admission = observed.admission if queue_of(resource) else None
+    max_rollouts = admitted_counts(admission).get("rollout", 0) if admission else None
+    return Renderer(owner, experiment, settings, max_rollouts)

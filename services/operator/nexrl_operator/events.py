@@ -1,0 +1,50 @@
+"""Kubernetes Events about an experiment, for `kubectl describe`. Pure."""
+
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from nexrl_operator.objects import Object
+from nexrl_operator.observed import condition
+
+MAX_NOTE = 950
+CONTROLLER = "nexrl.dev/experiment-controller"
+_WARNINGS = ("Failed", "Restarting")
+
+
+def new_event(resource: Object, instance: str, kind: str, reason: str, note: str) -> Object:
+    """Return an event about the experiment `resource`; `kind` is Normal or Warning."""
+    metadata = resource["metadata"]
+    return {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"name": f"{metadata['name']}.{uuid.uuid4().hex[:12]}", "namespace": metadata["namespace"]},
+        "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "type": kind,
+        "action": "Reconcile",
+        "reason": reason[:128],
+        "note": note[:MAX_NOTE],
+        "reportingController": CONTROLLER,
+        "reportingInstance": instance[:128],
+        "regarding": {
+            "apiVersion": "nexrl.dev/v1alpha1",
+            "kind": "Experiment",
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "uid": metadata["uid"],
+        },
+    }
+
+
+def event_of_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Type, reason and note of the Event for a change of the status; None if the change is no news."""
+    accepted = condition({"status": new}, "Accepted")
+    if accepted.get("status") == "False" and condition({"status": old}, "Accepted").get("reason") != accepted["reason"]:
+        return "Warning", accepted["reason"], accepted["message"]
+    phase = str(new["phase"])
+    if old.get("phase") == phase:
+        return None
+    outcome = condition({"status": new}, "Failed") or condition({"status": new}, "Complete")
+    about = outcome or condition({"status": new}, "Ready")
+    return "Warning" if phase in _WARNINGS else "Normal", phase, about.get("message") or phase

@@ -1,0 +1,19 @@
+"""What the operator remembers about one experiment between two reconciliations."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ExperimentState:
+    """Kept in memory only. A restarted operator begins with a new state."""
+
+    uid: str
+    """UID of the experiment. A later experiment with the same name gets a new state."""
+    ledger: str = ""
+    """Name of the experiment's ledger in the release's Redis; "" while it has no ledger there."""
+    shown_phase: str = ""
+    """The phase that the metrics show; "" if they show none."""
+    audit_failing_since: float | None = None
+    """Time of the first failed attempt of an audit; None while no audit is failing."""
+    secrets_checked_at: float = 0.0
+    """Time of the last check of the Secrets; 0.0 before the first check."""

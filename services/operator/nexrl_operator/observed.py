@@ -1,0 +1,296 @@
+"""What the cluster and the controller of one experiment have reported about it. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from nexrl.errors import UnavailableError
+from nexrl_operator.objects import (
+    ATTEMPT_LABEL,
+    COMPONENT_LABEL,
+    EXPERIMENT_LABEL,
+    MANAGED_BY_LABEL,
+    OPERATOR,
+    Object,
+)
+
+WORKLOADS = ("Deployment", "StatefulSet", "Job")
+_ENDED = ("Succeeded", "Failed")
+_HOPELESS = {
+    "CreateContainerConfigError": "refers to an object that does not exist",
+    "CreateContainerError": "cannot be created",
+    "InvalidImageName": "has an invalid image name",
+    "ErrImagePull": "cannot pull its image",
+    "ImagePullBackOff": "cannot pull its image",
+    "ErrImageNeverPull": "has no image on the node, and must not pull it",
+    "CrashLoopBackOff": "keeps crashing",
+}
+"""Reasons of waiting containers that need a change by the user."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last message of the experiment's controller."""
+
+    phase: str
+    reason: str = ""
+    message: str = ""
+    step: int = 0
+    total_steps: int = 0
+    policy_version: int = -1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    restarts: int = 0
+    failing_samples: str = ""
+    """Which share of the attempts at samples fails, and why, for people; empty while few fail."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its outcome is decided."""
+        return self.phase in ("Stopping", "Succeeded", "Failed")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its components have stopped, as far as its controller knows."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The exit of one process."""
+
+    request_id: str
+    component: str
+    exit_code: int
+    """Negative for the signal that ended it."""
+    log_tail: str
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The reason why a pod does not run."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The experiment and its objects, as the caches contain them."""
+
+    resource: Object
+    children: Sequence[Object]
+    pods: Sequence[Object]
+    seen: Seen | None
+    now: float
+    has_predecessor: bool = False
+    """Whether objects of a deleted experiment of this name still exist."""
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """Its status as last written."""
+        found: Mapping[str, Any] = self.resource.get("status", {})
+        return found
+
+    @property
+    def admission(self) -> Object | None:
+        """Its Kueue Workload; None if it has none."""
+        found = (child for child in self.children if child["kind"] == "Workload" and not is_deleted(child))
+        return next(found, None)
+
+    def has(self, item: Object) -> bool:
+        """Return whether it has an object of the kind and name of `item`."""
+        return self.find(item) is not None
+
+    def find(self, item: Object) -> Object | None:
+        """Its object of the kind and name of `item`; None if there is none."""
+        wanted = item["kind"], item["metadata"]["name"]
+        return next((child for child in self.children if (child["kind"], child["metadata"]["name"]) == wanted), None)
+
+    def workloads(self, component: str) -> list[Object]:
+        """Return the objects that create the pods of a component; for the trainer every attempt, in order."""
+        found = [
+            child
+            for child in self.children
+            if child["kind"] in WORKLOADS and component_of(child) == component and not is_deleted(child)
+        ]
+        return sorted(found, key=attempt_of)
+
+    def living(self, *components: str) -> list[Object]:
+        """Return the pods of these components that have not ended."""
+        return [pod for pod in self.pods if component_of(pod) in components and phase_of(pod) not in _ENDED]
+
+    def ready(self, component: str) -> int:
+        """Return the number of ready pods of a component."""
+        return sum(is_ready(pod) for pod in self.living(component) if not is_deleted(pod))
+
+    def exits(self) -> Iterator[Exit]:
+        """Yield the newest exit of each container that the kubelet restarts, without the controller's."""
+        for pod in self.pods:
+            ended = _container(pod).get("lastState", {}).get("terminated")
+            component = component_of(pod)
+            if ended and component not in ("controller", "trainer") and not is_deleted(pod):
+                yield _exit(f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}", instance_of(pod), ended)
+
+    def job_exit(self, job: Object) -> Exit:
+        """Return how a Job ended."""
+        uid = job["metadata"]["uid"]
+        for pod in self._pods_of(job):
+            container = _container(pod)
+            ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
+            if ended:
+                return _exit(uid, "trainer", ended)
+        is_complete = condition(job, "Complete").get("status") == "True"
+        return Exit(uid, "trainer", 0 if is_complete else -9, "its pod is gone")
+
+    def is_disrupted(self, job: Object) -> bool:
+        """Return whether a Job ended because its pod was evicted, for a node drain or a pod of higher priority."""
+        return attempt_of(job) == self.disrupted_attempt
+
+    @property
+    def disrupted_attempt(self) -> int:
+        """The number of the last trainer Job with an evicted pod, which may be deleted by now; 0 for none."""
+        now = [attempt_of(job) for job in self.workloads("trainer") if any(map(is_disrupted, self._pods_of(job)))]
+        return max([*now, int(self.status.get("disruptedAttempt", 0))])
+
+    def controller_ends(self) -> tuple[int, str]:
+        """Count the ends of the controller's container, except those without Redis. Also return the end of its log."""
+        containers = [each for each in map(_container, self.living("controller")) if not _lacks_redis(each)]
+        return max(((each.get("restartCount", 0), _last_words(each)) for each in containers), default=(0, ""))
+
+    def trouble(self) -> Trouble | None:
+        """Return the first reason found why a pod does not run; None if there is none."""
+        for pod in sorted(self.pods, key=lambda pod: str(pod["metadata"]["name"])):
+            if (found := _trouble(pod)) is not None:
+                return found
+        return None
+
+    def _pods_of(self, job: Object) -> Iterator[Object]:
+        return (pod for pod in self.pods if job_of(pod) == job["metadata"]["name"])
+
+
+def component_of(item: Object) -> str:
+    """Return the component that an object belongs to; "" for none."""
+    return str(item["metadata"].get("labels", {}).get(COMPONENT_LABEL, ""))
+
+
+def experiment_of(item: Object) -> str:
+    """Return the name of the experiment that an object belongs to."""
+    return str(item["metadata"].get("labels", {}).get(EXPERIMENT_LABEL, ""))
+
+
+def instance_of(pod: Object) -> str:
+    """Return the NEXRL_INSTANCE of a pod's process, such as 'rollout-0'."""
+    component, labels, name = component_of(pod), pod["metadata"]["labels"], str(pod["metadata"]["name"])
+    index = labels.get("apps.kubernetes.io/pod-index")
+    if index is not None:
+        return f"{component}-{index}"
+    variables = pod.get("spec", {}).get("containers", [{}])[0].get("env", [])
+    return str(next((v["value"] for v in variables if v["name"] == "NEXRL_INSTANCE" and "value" in v), name))
+
+
+def job_of(pod: Object) -> str:
+    """Return the name of the Job that a pod belongs to; "" for none."""
+    return str(pod["metadata"]["labels"].get("batch.kubernetes.io/job-name", ""))
+
+
+def is_disrupted(pod: Object) -> bool:
+    """Return whether a pod was evicted from its node."""
+    return condition(pod, "DisruptionTarget").get("status") == "True"
+
+
+def attempt_of(item: Object) -> int:
+    """Return the number of a trainer's Job; 0 for other objects."""
+    label = str(item["metadata"].get("labels", {}).get(ATTEMPT_LABEL, ""))
+    return int(label) if label.isdecimal() else 0
+
+
+def owner_uid(item: Object) -> str:
+    """Return the UID of the object that controls this one; "" for none."""
+    owners = item["metadata"].get("ownerReferences", [])
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+
+
+def is_made_here(item: Object) -> bool:
+    """Return whether the operator or one of its objects created it. Users' rollouts have the same label."""
+    return bool(item["metadata"].get("labels", {}).get(MANAGED_BY_LABEL) == OPERATOR)
+
+
+def is_deleted(item: Object) -> bool:
+    """Return whether an object is being deleted."""
+    return "deletionTimestamp" in item["metadata"]
+
+
+def phase_of(pod: Object) -> str:
+    """Return a pod's phase."""
+    return str(pod.get("status", {}).get("phase", "Pending"))
+
+
+def is_ready(pod: Object) -> bool:
+    """Return whether a pod may receive calls."""
+    return condition(pod, "Ready").get("status") == "True"
+
+
+def has_finished(job: Object) -> float | None:
+    """Unix time at which a Job completed or failed; None while it runs."""
+    for kind in ("Complete", "Failed"):
+        found = condition(job, kind)
+        if found.get("status") == "True":
+            return seconds(found.get("lastTransitionTime", "")) or 0.0
+    return None
+
+
+def condition(item: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return the condition of that type; empty when there is none."""
+    found: Sequence[Mapping[str, Any]] = item.get("status", {}).get("conditions") or []
+    return next((each for each in found if each["type"] == kind), {})
+
+
+def seconds(time: str) -> float:
+    """Unix time of an API time; 0 for none."""
+    return datetime.fromisoformat(time).timestamp() if time else 0.0
+
+
+def rfc3339(unix_seconds: float) -> str:
+    """Return a Unix time in the format of the API."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _container(pod: Object) -> Mapping[str, Any]:
+    statuses: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
+    return next((each for each in statuses if each["name"] == "nexrl"), {})
+
+
+def _exit(request_id: str, component: str, ended: Mapping[str, Any]) -> Exit:
+    code = int(ended.get("exitCode", 0))
+    return Exit(request_id, component, 128 - code if code > 128 else code, _words(ended))
+
+
+def _lacks_redis(container: Mapping[str, Any]) -> bool:
+    ended = container.get("lastState", {}).get("terminated") or {}
+    return bool(ended.get("exitCode") == UnavailableError.exit_code)
+
+
+def _last_words(container: Mapping[str, Any]) -> str:
+    return _words(container.get("lastState", {}).get("terminated") or {})
+
+
+def _words(ended: Mapping[str, Any]) -> str:
+    """Return the end of a container's log. Add the kubelet's reason if the exit code does not say it (OOMKilled)."""
+    reason = str(ended.get("reason", ""))
+    said = str(ended.get("message", "")).strip()[-4000:]
+    return "\n".join(filter(None, [said, "" if reason in ("Completed", "Error") else reason]))
+
+
+def _trouble(pod: Object) -> Trouble | None:
+    name = pod["metadata"]["name"]
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return Trouble(scheduled.get("reason", "Unschedulable"), f"pod {name}: {scheduled.get('message', '')}")
+    container = _container(pod)
+    waiting = container.get("state", {}).get("waiting", {})
+    reason = waiting.get("reason", "")
+    if reason in _HOPELESS:
+        told = [f"pod {name} {_HOPELESS[reason]}: {waiting.get('message', '')}", _last_words(container)]
+        return Trouble(reason, "\n".join(filter(None, told)))
+    return None

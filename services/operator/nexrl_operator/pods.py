@@ -1,0 +1,225 @@
+"""The pod template of a component: container, environment, volumes, probes. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nexrl.components import BY_NAME, Component, Wiring
+from nexrl.settings import ALIVE
+from nexrl.spec import Experiment
+from nexrl.tls import experiment_name
+from nexrl_operator.objects import (
+    EXPERIMENT_FOLDER,
+    GRPC_PORT,
+    HEALTH_PORT,
+    HTTP_PORT,
+    METRICS_PORT,
+    RUN_FOLDER,
+    TLS_FOLDER,
+    TOKEN_PORT,
+    Object,
+    Owner,
+)
+from nexrl_operator.settings import OperatorSettings
+from nexrl_operator.templates import lay_over
+
+USER = 10001
+STARTUP_SECONDS = 2700
+"""Longest time for a container to start: vLLM may have to load and compile a large model."""
+
+
+@dataclass(frozen=True)
+class PodShape:
+    """What the pods of a component need of the cluster."""
+
+    image: str
+    """One of the release's images: the last part of an OperatorSettings field."""
+    requests: Mapping[str, str]
+    grace_seconds: int = 75
+    has_run_folder: bool = False
+    has_shared_memory: bool = False
+
+
+SHAPES: Mapping[str, PodShape] = {
+    "controller": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, has_run_folder=True),
+    "trajectory-pool": PodShape("control", {"cpu": "100m", "memory": "256Mi"}),
+    "weight-sync": PodShape("control", {"cpu": "50m", "memory": "128Mi"}),
+    "trainer": PodShape(
+        "trainer",
+        {"cpu": "200m", "memory": "1Gi"},
+        grace_seconds=120,
+        has_run_folder=True,
+        has_shared_memory=True,
+    ),
+    "inference": PodShape("inference", {"cpu": "200m", "memory": "1Gi"}, has_shared_memory=True),
+    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}),
+}
+
+
+@dataclass(frozen=True)
+class PodTemplates:
+    """Renders the pod templates of one experiment."""
+
+    owner: Owner
+    experiment: Experiment
+    settings: OperatorSettings
+
+    def render(self, name: str, instance: Sequence[Object]) -> Object:
+        """Return the pod template of a component; `instance` are the variables that set NEXRL_INSTANCE."""
+        component = BY_NAME[name]
+        section = getattr(self.experiment.spec, component.section)
+        rendered = self._pod(component, instance)
+        template = section.template.model_dump(mode="json") if section.template else {}
+        pod: Object = lay_over(rendered, template)
+        pod["metadata"]["labels"] |= self.owner.labels(name)  # a template must not change those that select the pods
+        return pod
+
+    def _pod(self, component: Component, instance: Sequence[Object]) -> Object:
+        volumes = dict(self._volumes(component.name))
+        spec: Object = {
+            "automountServiceAccountToken": self._checks_tokens(component.name),
+            "enableServiceLinks": False,
+            # The kernel drops SIGTERM for process 1 until it installs a handler, and ours import for seconds first.
+            # With a shared namespace, the pause process is process 1.
+            "shareProcessNamespace": True,
+            "terminationGracePeriodSeconds": SHAPES[component.name].grace_seconds,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [self._container(component, instance, volumes)],
+            "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
+        }
+        if self.settings.service_account:
+            spec["serviceAccountName"] = self.settings.service_account
+        metadata = {"labels": self.owner.labels(component.name), "annotations": _annotations(component.name)}
+        return {"metadata": metadata, "spec": spec}
+
+    def _container(
+        self, component: Component, instance: Sequence[Object], volumes: Mapping[str, tuple[Path, Object]]
+    ) -> Object:
+        shape = SHAPES[component.name]
+        image = self.experiment.spec.inference.IMAGE if component.name == "inference" else shape.image
+        ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
+        if component.name == "inference":
+            ports["http"] = HTTP_PORT
+        if self._checks_tokens(component.name):
+            ports["grpc-token"] = TOKEN_PORT
+        return {
+            "name": "nexrl",
+            "image": getattr(self.settings, f"image_{image}"),
+            "imagePullPolicy": self.settings.image_pull_policy,
+            "args": [component.name],
+            "env": [*instance, *self._environment(component)],
+            "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+            "resources": {"requests": dict(shape.requests)},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+            # When the container fails, its message is the end of its log: ReportExit carries it.
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": [
+                {"name": name, "mountPath": str(path), **({"readOnly": True} if _is_read_only(source) else {})}
+                for name, (path, source) in volumes.items()
+            ],
+            **_probes(component),
+        }
+
+    def _environment(self, component: Component) -> Iterator[Object]:
+        yield from_field("NEXRL_POD_IP", "status.podIP")
+        values = {
+            **self._wiring().environment(component, self.experiment.spec),
+            "NEXRL_LISTEN": f"0.0.0.0:{GRPC_PORT}",
+            "NEXRL_ADVERTISE": "$(NEXRL_POD_IP)",
+            "NEXRL_HEALTH_PORT": str(HEALTH_PORT),
+            "NEXRL_METRICS_PORT": str(METRICS_PORT),
+            "NEXRL_HTTP_PORT": str(HTTP_PORT),
+            "HOME": "/tmp",
+        }
+        if self._checks_tokens(component.name):
+            values["NEXRL_TOKEN_PORT"] = str(TOKEN_PORT)
+        if self.settings.tls != "off":
+            values |= {
+                "NEXRL_TLS_CERT": str(TLS_FOLDER / "tls.crt"),
+                "NEXRL_TLS_KEY": str(TLS_FOLDER / "tls.key"),
+                "NEXRL_TLS_CA": str(TLS_FOLDER / "ca.crt"),
+                "NEXRL_TLS_NAME": experiment_name(self.owner.namespace, self.owner.name),
+            }
+        for name, value in values.items():
+            yield variable(name, value)
+        if component.uses_redis and self.settings.redis_secret and self.experiment.spec.redis.url is None:
+            yield {
+                "name": "NEXRL_REDIS_PASSWORD",
+                "valueFrom": {"secretKeyRef": {"name": f"{self.owner.name}-redis", "key": "password"}},
+            }
+
+    def _wiring(self) -> Wiring:
+        return Wiring(
+            experiment_file=EXPERIMENT_FOLDER / "experiment.yaml",
+            run_folder=RUN_FOLDER,
+            controller=self.owner.address("controller"),
+            trajectory_pool=self.owner.address("trajectory-pool"),
+            weight_sync=self.owner.address("weight-sync"),
+            redis_url=self.experiment.spec.redis.url or self.settings.redis_url,
+        )
+
+    def _volumes(self, component: str) -> Iterator[tuple[str, tuple[Path, Object]]]:
+        name, shape = self.owner.name, SHAPES[component]
+        yield "experiment", (EXPERIMENT_FOLDER, {"configMap": {"name": f"{name}-experiment"}})
+        yield "tmp", (Path("/tmp"), {"emptyDir": {}})
+        yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory"}})
+        # Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
+        is_shared = self.experiment.spec.storage.access_mode == "ReadWriteMany"
+        if shape.has_run_folder and (is_shared or component == "trainer"):
+            yield "run", (RUN_FOLDER, {"persistentVolumeClaim": {"claimName": f"{name}-run"}})
+        else:
+            yield "run", (RUN_FOLDER, {"emptyDir": {}})
+        if shape.has_shared_memory:
+            yield "shared-memory", (Path("/dev/shm"), {"emptyDir": {"medium": "Memory"}})
+        if self.settings.tls != "off":
+            secret = self.settings.tls_secret if self.settings.tls == "secret" else f"{name}-tls"
+            yield "tls", (TLS_FOLDER, {"secret": {"secretName": secret}})
+
+    def _checks_tokens(self, component: str) -> bool:
+        """Return whether a component serves the token port, because rollout workers of users call it."""
+        is_enabled = self.settings.token_reviews and self.settings.tls != "off"
+        return is_enabled and component not in ("rollout", "trainer")
+
+
+def variable(name: str, value: str) -> Object:
+    """Return an environment variable with a value."""
+    return {"name": name, "value": value}
+
+
+def from_field(name: str, path: str) -> Object:
+    """Return an environment variable with the value of a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _annotations(component: str) -> dict[str, str]:
+    if component != "trainer":
+        return {}
+    return {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+
+
+def _probes(component: Component) -> Object:
+    # The control services must answer gRPC health: one whose event loop hangs does not. Components that compute may
+    # block theirs for minutes, so an open port is enough.
+    is_control = SHAPES[component.name].image == "control"
+    alive = {"grpc": {"port": HEALTH_PORT, "service": ALIVE}} if is_control else {"tcpSocket": {"port": "health"}}
+    return {
+        "startupProbe": {**alive, "periodSeconds": 5, "failureThreshold": STARTUP_SECONDS // 5},
+        # Two minutes of failures: PyTorch may hold the interpreter for a while in a process that works.
+        "livenessProbe": {**alive, "periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
+        "readinessProbe": {"grpc": {"port": HEALTH_PORT}, "periodSeconds": 5, "timeoutSeconds": 5},
+    }
+
+
+def _is_read_only(source: Object) -> bool:
+    return "configMap" in source or "secret" in source

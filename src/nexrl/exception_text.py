@@ -1,0 +1,62 @@
+"""Describes an exception of user code in one line: its type, the file and line that raised it, and its message."""
+
+import inspect
+import sysconfig
+import traceback
+from functools import partial
+from types import CodeType
+
+from nexrl.errors import NexrlError
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def exception_text(error: BaseException, place: str = "") -> str:
+    """Return `Type (file:line): message`. `place` stands in if no line of user code has raised it.
+
+    A task that was cancelled at its time limit was at the line of user code that the exception's causes name.
+    """
+    chain = _causes(error)
+    found = next(filter(None, map(_user_place, chain)), "") or place or _innermost_place(error)
+    notes = [note for cause in chain for note in getattr(cause, "__notes__", ())]
+    name = type(error).__name__ + (f" ({found})" if found else "")
+    return "; ".join([f"{name}: {error}", *notes])
+
+
+def defined_at(function: object) -> str:
+    """Return `file:line` of the definition of a function or callable object; "" if it is not written in Python."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function) if callable(function) else function
+    for found in (function, inspect.getattr_static(type(function), "__call__", None)):
+        code = getattr(found, "__code__", None)
+        if isinstance(code, CodeType):
+            return f"{code.co_filename}:{code.co_firstlineno}"
+    return ""
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return the exception and its causes, each once: `raise error from error` makes a circle."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = following.__cause__
+    return chain
+
+
+def _user_place(error: BaseException) -> str:
+    """Return the innermost line that is in no library and not in NexRL, as `file:line`; "" if there is none."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        file = frame.f_code.co_filename
+        if package != "nexrl" and not package.startswith("nexrl_") and not file.startswith(("<", *_LIBRARIES)):
+            place = f"{file}:{line}"
+    return place
+
+
+def _innermost_place(error: BaseException) -> str:
+    """Return the line that raised it; "" for our own errors, whose messages say what to do."""
+    frames = [] if isinstance(error, NexrlError) else list(traceback.walk_tb(error.__traceback__))
+    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else ""

@@ -1,0 +1,118 @@
+"""The rules between fields as CEL, for the API server: those of the file's validators, and what may change when."""
+
+from collections.abc import Iterator, Sequence
+
+from nexrl.spec.algorithm import GROUP_BASELINES
+from nexrl.spec.choices import Node
+from nexrl.spec.inference import InferenceSpec
+from nexrl.spec.marks import may_change
+from nexrl.spec.section import LIVE, NEVER, NEXT_START, ROLLING
+from nexrl.spec.structural import Rule
+from nexrl.spec.variants import value_of, variants
+
+_SCRATCH = "model.scratch"
+RULES: Sequence[Rule] = (
+    Rule(_SCRATCH, "heads", "self.hiddenSize % (2 * self.heads) == 0", "hiddenSize must be an even multiple of heads"),
+    Rule(
+        _SCRATCH,
+        "alphabet",
+        "self.alphabet.split('').all(c, self.alphabet.indexOf(c) == self.alphabet.lastIndexOf(c))",
+        "each character once",
+    ),
+    Rule("rollout", "systemPrompt", "!has(self.systemPrompt) || self.chat", "requires rollout.chat: true"),
+    Rule(
+        "trajectoryPool",
+        "groupSize",
+        "self.batchSize % self.groupSize == 0",
+        "batchSize must be a multiple of groupSize",
+    ),
+    Rule(
+        "validation",
+        "samplesPerTask",
+        "self.samplesPerTask == 1 || self.temperature > 0.0",
+        "greedy samples are equal; use 1, or a temperature above 0",
+    ),
+    Rule(
+        "monitor.health",
+        "timeoutSeconds",
+        "self.timeoutSeconds > self.checkIntervalSeconds",
+        "must be above checkIntervalSeconds",
+    ),
+    Rule(
+        "redis",
+        "url",
+        "!has(self.url) || !self.url.matches('://[^/@]*:[^/@]*@|[?&]password=')",
+        "contains a password, and many people read objects; the password comes from the chart's Secret",
+    ),
+    Rule("", "code", "self.code.all(name, name.matches('^[A-Za-z_][A-Za-z0-9_]{0,119}[.]py$'))", "names as `task.py`"),
+    Rule(
+        "",
+        "rollout.maxNewTokens",
+        "!has(self.model.scratch) || self.rollout.maxNewTokens < self.model.scratch.maxPositions",
+        "must be below model.scratch.maxPositions",
+    ),
+    Rule(
+        "",
+        "algorithm.advantage",
+        "self.trajectoryPool.groupSize > 1 && size(self.trajectoryPool.keyList) > 0 || self.algorithm.type != 'grpo'"
+        " || self.algorithm.processor != 'builtin' || self.trainer.backend == 'mock'"
+        f" || (has(self.algorithm.advantage) && !(self.algorithm.advantage in {list(GROUP_BASELINES)}))",
+        "compares the samples of a group, and trajectoryPool.groupSize is 1 or keyList is empty: all would be 0",
+    ),
+    Rule(
+        "",
+        "inference.maxTokensPerRow",
+        "self.rollout.maxNewTokens < self.inference.maxTokensPerRow",
+        "must be above rollout.maxNewTokens",
+    ),
+    Rule(
+        "",
+        "inference.maxTokensPerRow",
+        "self.inference.maxTokensPerRow <= self.trainer.maxTokensPerMicroBatch",
+        "must not exceed trainer.maxTokensPerMicroBatch",
+    ),
+)
+
+
+def in_flight_rules() -> Iterator[Rule]:
+    """Which values of weightSync.inFlight each inference backend supports."""
+    for backend in variants(InferenceSpec)["backend"]:
+        name, supported = value_of(backend, "backend"), list(backend.IN_FLIGHT)  # type: ignore[attr-defined]
+        rule = f"self.inference.backend != '{name}' || self.weightSync.inFlight in {supported}"
+        yield Rule("", "inference.backend", rule, f"{name} supports weightSync.inFlight {', '.join(supported)} only")
+
+
+def change_rules(spec: Node) -> Iterator[Rule]:
+    """What of an experiment may change, and when."""
+    for path in may_change(NEVER):
+        yield Rule("", path, _unchanged(path, spec), f"spec.{path} never changes; create a new Experiment")
+    for path in _only_while_suspended(spec):
+        rule = f"self.suspend || oldSelf.suspend || {_unchanged(path, spec)}"
+        yield Rule("", path, rule, f"set spec.suspend to true to change spec.{path}")
+
+
+def _only_while_suspended(spec: Node) -> Iterator[str]:
+    """The largest parts of the spec that contain nothing that may change at other times, or never."""
+    marked = may_change(NEVER, LIVE, ROLLING, NEXT_START)
+    for key, child in spec["properties"].items():
+        if key in marked:
+            continue
+        if not any(path.startswith(f"{key}.") for path in marked):
+            yield key
+            continue
+        yield from (f"{key}.{inner}" for inner in child["properties"] if f"{key}.{inner}" not in marked)
+
+
+def _unchanged(path: str, spec: Node) -> str:
+    section, _, key = path.rpartition(".")
+    node = spec
+    for part in path.split("."):
+        node = node["properties"][part]
+    new, old = (f"{self}.{section}" if section else self for self in ("self", "oldSelf"))
+    is_always_there = "default" in node or key in (spec if not section else spec["properties"][section]).get(
+        "required", []
+    )
+    if is_always_there:
+        return f"{new}.{key} == {old}.{key}"
+    # The rule is at the parent, since one at the field itself would not run if the field is added or removed.
+    return f"has({new}.{key}) == has({old}.{key}) && (!has({new}.{key}) || {new}.{key} == {old}.{key})"

@@ -1,0 +1,70 @@
+"""What only a cluster uses: templates of pods, the controller's pod, the volume, `spec.code`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from nexrl.spec.section import Name, Section, Text, refuse
+
+ACCOUNT_KEYS = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken")
+"""Keys of a PodSpec that say whose rights the pod has."""
+
+
+class TemplateMetadataSpec(Section):
+    """What is added to the metadata of pods."""
+
+    labels: dict[str, Text] = Field(default_factory=dict, max_length=64, description="More labels of the pods.")
+    annotations: dict[str, Text] = Field(default_factory=dict, max_length=64, description="Annotations of the pods.")
+
+
+class TemplateSpec(Section):
+    """What is merged into the pods that the operator renders; unused on one machine."""
+
+    metadata: TemplateMetadataSpec = Field(
+        default_factory=TemplateMetadataSpec, description="Labels and annotations of the pods."
+    )
+    spec: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Part of a PodSpec: GPUs, tolerations, node selectors, volumes. Mappings are merged, lists of "
+        "named items are merged by name, other values are replaced. The component's container is called nexrl.",
+    )
+
+    @field_validator("spec")
+    @classmethod
+    def _keeps_the_account(cls, spec: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if found := [key for key in ACCOUNT_KEYS if key in spec]:
+            raise refuse(f"{found[0]}: must not be set: all pods use the ServiceAccount of the release; remove it")
+        return spec
+
+
+Template = Annotated[TemplateSpec | None, Field(description="Kubernetes: merged into the pods; none = no change.")]
+
+
+class ControllerSpec(Section):
+    """The process that leads the experiment."""
+
+    template: Template = None
+
+
+class StorageSpec(Section):
+    """The volume with the run's folder: checkpoints, trajectories, metrics.jsonl. Unused on one machine."""
+
+    size: Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$", max_length=16)] = Field(
+        default="10Gi", description="Size of the volume."
+    )
+    storage_class_name: Name | None = Field(
+        default=None, description="StorageClass of the volume; none = the cluster's default."
+    )
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
+        default="ReadWriteOnce",
+        description="ReadWriteMany: the volume also keeps the controller's metrics.jsonl. ReadWriteOnce: that file is "
+        "lost with the controller's pod.",
+    )
+
+
+CodeFiles = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,119}\.py$")], Annotated[str, Field(max_length=262_144)]
+    ],
+    Field(max_length=32),
+]

@@ -1,0 +1,99 @@
+"""`spec.model`: the model to train."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from nexrl.spec.section import Location, Section, Seed, refuse, written_out
+from nexrl.spec.variants import VariantSection
+
+
+class ScratchModelSpec(Section):
+    """A Llama with random weights and one token per character, for tasks that a small CPU can learn."""
+
+    alphabet: str = Field(
+        min_length=1,
+        max_length=512,
+        description="Characters of the vocabulary, each once; <pad> <bos> <eos> <unk> are added.",
+    )
+    hidden_size: int = Field(
+        default=64, ge=8, le=8192, description="Width of the residual stream; an even multiple of heads."
+    )
+    intermediate_size: int = Field(default=256, ge=8, le=32_768, description="Width of the feed-forward layer.")
+    layers: int = Field(default=2, ge=1, le=128, description="Transformer blocks.")
+    heads: int = Field(default=4, ge=1, le=128, description="Attention heads per block.")
+    max_positions: int = Field(
+        default=64, ge=2, le=131_072, description="Longest sequence (tokens), prompt and completion together."
+    )
+
+    @field_validator("alphabet")
+    @classmethod
+    def _has_no_repetition(cls, alphabet: str) -> str:
+        repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+        if repeated:
+            raise refuse(f"each character once; repeated: {' '.join(map(repr, repeated))}")
+        return alphabet
+
+    @field_validator("heads")
+    @classmethod
+    def _divides_hidden_size(cls, heads: int, info: ValidationInfo) -> int:
+        hidden_size = info.data.get("hidden_size")
+        # Rotary embeddings pair the dimensions of a head.
+        if hidden_size is not None and hidden_size % (2 * heads) != 0:
+            raise refuse(f"hiddenSize ({hidden_size}) must be an even multiple of heads ({heads})")
+        return heads
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids: the special tokens of `nexrl.tokenizers`, and one for each character."""
+        return 4 + len(set(self.alphabet))
+
+
+class ModelSpec(VariantSection):
+    """The model to train. Give exactly one of `path` and `scratch`."""
+
+    tag: str = Field(
+        default="default",
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+        max_length=40,
+        description="Name of the model. Trajectories, batches, weights and policy versions are kept per tag.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Number format of the weights in forward and backward passes."
+    )
+
+    if TYPE_CHECKING:  # each variant has one of path and scratch, and None for the other
+
+        @property
+        def path(self) -> str | None: ...
+
+        @property
+        def scratch(self) -> ScratchModelSpec | None: ...
+
+        @property
+        def seed(self) -> int: ...
+
+
+class PathModel(ModelSpec):
+    """Existing weights."""
+
+    path: Annotated[Location, written_out(None)] = Field(
+        description="Local Hugging Face folder, relative to this file, or `package:NAME` for the GGUF file inside an "
+        "installed Python package.",
+    )
+    scratch: ClassVar[None] = None
+    seed: ClassVar[int] = 0
+    """Nothing is random."""
+
+
+class ScratchModel(ModelSpec):
+    """Random initial weights."""
+
+    path: ClassVar[None] = None
+    scratch: Annotated[ScratchModelSpec, written_out(None)] = Field(
+        description="Shape of a model with random initial weights."
+    )
+    seed: Annotated[Seed, written_out(0)] = Field(default=0, description="Seed of random initial weights.")
+
+
+ModelSpec.model_rebuild(force=True)

@@ -1,0 +1,75 @@
+"""`spec.trainer`, `spec.checkpoint` and `spec.resume`: the train worker, what it keeps, where it starts."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from nexrl.spec.cluster import Template
+from nexrl.spec.section import Count, CountOrZero, Location, Section, Seed, written_out
+from nexrl.spec.variants import VariantSection
+
+
+class TrainerSpec(Section):
+    """The train worker."""
+
+    type: Literal["default"] = Field(default="default", description="PyTorch over the weights of `model`.")
+    backend: Literal["builtin", "mock"] = Field(
+        default="builtin", description="builtin: PyTorch; mock: counts steps and changes no weight."
+    )
+    steps: CountOrZero = Field(
+        description="Optimizer updates after which training is finished; 0 = no limit, the Trainer RPCs decide."
+    )
+    replicas: int = Field(default=1, ge=1, le=1, description="Trainer processes; only one is supported.")
+    max_tokens_per_micro_batch: Count = Field(
+        default=8192, description="Tokens of one forward and backward pass; the result does not depend on it."
+    )
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of PyTorch.")
+    seed: Seed = Field(default=0, description="Seed of everything that is random in training.")
+    template: Template = None
+
+
+class CheckpointSpec(Section):
+    """Where and how often the trainer writes everything that it needs to resume."""
+
+    path: Location | None = Field(
+        default=None,
+        description="Folder of the checkpoints, relative to this file; none = checkpoints/ in the run's folder.",
+    )
+    every_steps: CountOrZero = Field(default=50, description="Steps between checkpoints; 0 = only at the end.")
+    keep: int = Field(
+        default=2,
+        ge=2,
+        le=1_000_000,
+        description="Newest checkpoints kept. An older one is removed once its successor is 10 seconds old. At least "
+        "2: if Redis loses its last second, the checkpoint before the newest still matches it.",
+    )
+
+
+class ResumeSpec(VariantSection):
+    """Where training starts."""
+
+    TAGS: ClassVar = ("mode",)
+
+    mode: str = Field(description="Where training starts.")
+
+
+class NoResume(ResumeSpec):
+    """Training starts with the initial weights."""
+
+    mode: Literal["disable"] = Field(default="disable", description="Initial weights.")
+
+
+class AutoResume(ResumeSpec):
+    """Training starts from the newest complete checkpoint of this experiment, if there is one."""
+
+    mode: Literal["auto"] = Field(description="The newest checkpoint.")
+
+
+class ResumeFromPath(ResumeSpec):
+    """Training starts from the checkpoint at `path`."""
+
+    mode: Literal["from_path"] = Field(description="A checkpoint by its path.")
+    path: Annotated[Location, written_out(None)] = Field(description="A folder global_step_N, relative to this file.")
+
+
+ResumeSpec.model_rebuild(force=True)

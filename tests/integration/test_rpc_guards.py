@@ -1,0 +1,144 @@
+"""Each of the four kinds of RPC passes each guard of the server: deadline, admission, request id, errors, metrics."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from nexrl.errors import NotFoundError
+from nexrl.rpc.admission import Admission
+from nexrl.rpc.client import connect
+from nexrl.rpc.interceptor import HANDLED, HANDLING_SECONDS, MAKE_HANDLER, EdgeInterceptor
+from nexrl.tls import Tls
+from nexrl.v1 import validator_service_pb2 as pb
+
+SERVICE = "nexrl.test.FourKinds"
+KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class FourKinds:
+    """One RPC of each kind, each named for its kind. The request ids that reach it are in `request_ids`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.request_ids: list[str] = []
+        self._error = error
+
+    async def unary_unary(self, request: pb.StartValidationRequest, context: Context) -> pb.StartValidationResponse:
+        return self._answer(request)
+
+    async def unary_stream(self, request: pb.StartValidationRequest, context: Context) -> Any:
+        yield self._answer(request)
+
+    async def stream_unary(self, requests: AsyncIterator[Any], context: Context) -> pb.StartValidationResponse:
+        return [self._answer(request) async for request in requests][-1]
+
+    async def stream_stream(self, requests: AsyncIterator[Any], context: Context) -> Any:
+        async for request in requests:
+            yield self._answer(request)
+
+    def _answer(self, request: pb.StartValidationRequest) -> pb.StartValidationResponse:
+        self.request_ids.append(request.request_id)
+        if self._error:
+            raise self._error
+        return pb.StartValidationResponse(samples=7)
+
+
+@asynccontextmanager
+async def serving(servicer: FourKinds, admission: Admission | None = None) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a real server of `servicer`, which the interceptor guards."""
+    handlers = {
+        kind: MAKE_HANDLER[kind](
+            getattr(servicer, kind), pb.StartValidationRequest.FromString, pb.StartValidationResponse.SerializeToString
+        )
+        for kind in KINDS
+    }
+    server = grpc.aio.server(interceptors=[EdgeInterceptor(admission)])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with connect(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(10)  # ends when every call has ended, and so is counted
+
+
+async def call(channel: grpc.aio.Channel, kind: str, *, request_id: str = "one", seconds: float | None = 10) -> int:
+    """Call the RPC of this kind and return the samples of its last response."""
+    multicallable: Callable[..., Any] = getattr(channel, kind)(
+        f"/{SERVICE}/{kind}", pb.StartValidationRequest.SerializeToString, pb.StartValidationResponse.FromString
+    )
+    request = pb.StartValidationRequest(request_id=request_id)
+    calling = multicallable(iter([request]) if kind.startswith("stream") else request, timeout=seconds)
+    responses = [response async for response in calling] if kind.endswith("stream") else [await calling]
+    samples: int = responses[-1].samples
+    return samples
+
+
+def handled(kind: str, code: str) -> float:
+    calls: float = HANDLED.labels(SERVICE, kind, code)._value.get()
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_with_deadline_and_request_id_is_answered_counted_and_timed(kind: str) -> None:
+    before, timed = handled(kind, "OK"), HANDLING_SECONDS.labels(SERVICE, kind)
+    sum_before = timed._sum.get()
+    async with serving(FourKinds()) as channel:
+        assert await call(channel, kind) == 7
+    assert handled(kind, "OK") == before + 1
+    assert timed._sum.get() > sum_before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_without_a_deadline_is_refused(kind: str) -> None:
+    async with serving(servicer := FourKinds()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="deadline: none; every call requires one") as refusal:
+            await call(channel, kind, seconds=None)
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert servicer.request_ids == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_caller_without_certificate_or_token_is_refused_where_there_is_an_admission(kind: str) -> None:
+    tls = Tls(Path("ca"), "ours.namespace", Path("certificate"), Path("key"))
+    before = handled(kind, "UNAUTHENTICATED")
+    async with serving(servicer := FourKinds(), Admission(tls)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="no client certificate") as refusal:
+            await call(channel, kind)
+    assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert servicer.request_ids == []
+    assert handled(kind, "UNAUTHENTICATED") == before + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_request_without_its_request_id_is_refused(kind: str) -> None:
+    async with serving(servicer := FourKinds()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="request_id: empty") as refusal:
+            await call(channel, kind, request_id="")
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert servicer.request_ids == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_typed_error_becomes_its_status_and_is_counted(kind: str) -> None:
+    before = handled(kind, "NOT_FOUND")
+    async with serving(FourKinds(NotFoundError("no such run"))) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="no such run") as failure:
+            await call(channel, kind)
+    assert failure.value.code() == grpc.StatusCode.NOT_FOUND
+    assert handled(kind, "NOT_FOUND") == before + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_unknown_exception_keeps_its_text_from_the_caller(kind: str) -> None:
+    before = handled(kind, "INTERNAL")
+    async with serving(FourKinds(ZeroDivisionError("a secret"))) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=f"internal error in {SERVICE}/{kind}") as failure:
+            await call(channel, kind)
+    assert "secret" not in str(failure.value)
+    assert handled(kind, "INTERNAL") == before + 1

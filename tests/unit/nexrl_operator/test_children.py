@@ -1,0 +1,182 @@
+"""The objects of an experiment: valid, restricted, owned, and the same for the same spec."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from nexrl.errors import InvalidArgumentError
+from nexrl.spec import Experiment, parse_experiment
+from nexrl_operator.children import Renderer
+from nexrl_operator.objects import RUN_FOLDER, Owner
+from nexrl_operator.revisions import REVISION, configuration_revision, template_revision
+from nexrl_operator.templates import lay_over
+from tests.support.kubelet import experiment_object, operator_settings
+
+Object = dict[str, Any]
+
+
+def renderer(name: str = "x", settings: Object | None = None, **sections: Any) -> Renderer:
+    experiment: Experiment = parse_experiment(experiment_object(name, "rl", **sections), RUN_FOLDER)
+    return Renderer(Owner("rl", name, "3f0c-uid"), experiment, operator_settings(**(settings or {})))
+
+
+def objects(made: Renderer) -> list[Object]:
+    return [*made.foundation(), *made.workloads(1).values()]
+
+
+def container(workload: Object) -> Object:
+    found: Object = workload["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def variables(workload: Object) -> dict[str, str]:
+    return {each["name"]: each.get("value", "") for each in container(workload)["env"]}
+
+
+@pytest.mark.parametrize("tls", ["off", "operator"])
+@pytest.mark.parametrize("backend", ["builtin", "vllm"])
+def test_every_object_is_one_of_kubernetes(backend: str, tls: str) -> None:
+    made = renderer(
+        "a" * 40, {"tls": tls, "redis_secret": "redis/password"}, inference={"backend": backend, "maxTokensPerRow": 32}
+    )
+    for item in objects(made):
+        kubernetes_validate.validate(item, "1.36", strict=True)
+        assert len(item["metadata"]["name"]) <= 63
+        assert item["metadata"]["ownerReferences"][0]["controller"]
+        assert item["metadata"]["labels"]["nexrl.dev/experiment"] == "a" * 40
+
+
+def test_pods_are_as_restricted_as_can_be() -> None:
+    for item in renderer().workloads(1).values():
+        pod = item["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["automountServiceAccountToken"]
+        assert container(item)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+
+
+@pytest.mark.parametrize(("backend", "image"), [("builtin", "image_inference"), ("vllm", "image_vllm")])
+def test_the_pods_of_the_engines_run_the_image_of_their_backend(backend: str, image: str) -> None:
+    made = renderer(inference={"backend": backend, "maxTokensPerRow": 32})
+    assert container(made.workloads(1)["inference"])["image"] == getattr(made.settings, image)
+
+
+def test_rendering_twice_gives_no_difference() -> None:
+    assert objects(renderer()) == objects(renderer())
+
+
+def test_another_version_of_the_operator_makes_no_other_revision() -> None:
+    before, after = renderer(), renderer(settings={"image_trainer": "test/trainer:2"})
+    assert container(before.workloads(1)["trainer"])["image"] != container(after.workloads(1)["trainer"])["image"]
+    assert template_revision(before.experiment, "trainer") == template_revision(after.experiment, "trainer")
+    assert configuration_revision(before.experiment) == configuration_revision(after.experiment)
+
+
+def test_what_may_change_while_it_runs_makes_no_other_configuration() -> None:
+    template = {"metadata": {"labels": {"a": "b"}}}
+    changed = renderer(rollout={"maxNewTokens": 8, "replicas": 5, "template": template}, ttlSecondsAfterFinished=5)
+    assert configuration_revision(changed.experiment) == configuration_revision(renderer().experiment)
+    assert template_revision(changed.experiment, "rollout") != template_revision(renderer().experiment, "rollout")
+    other = renderer(trainer={"steps": 5})
+    assert configuration_revision(other.experiment) != configuration_revision(renderer().experiment)
+
+
+def test_pods_read_the_experiment_and_the_modules_of_its_user() -> None:
+    data = {"type": "python", "factory": "task:tasks"}
+    made = renderer(data=data, code={"task.py": "x = 1\n"}, checkpoint={"path": "kept"})
+    files = made.config_map()["data"]
+    assert files["task.py"] == "x = 1\n"
+    assert "task.py" not in files["experiment.yaml"]
+    assert "nexrl.dev/folder: /etc/nexrl/experiment" in files["experiment.yaml"]
+    assert "nexrl.dev/ledger: rl.x.3f0c-uid"[:30] in files["experiment.yaml"]
+    assert "path: /var/lib/nexrl/run/kept" in files["experiment.yaml"]
+
+
+def test_pods_find_each_other_by_their_services() -> None:
+    made = renderer()
+    services = {item["metadata"]["name"]: item["spec"] for item in made.foundation() if item["kind"] == "Service"}
+    known = variables(made.workloads(1)["rollout"])
+    assert known["NEXRL_WEIGHT_SYNC"] == "dns:///x-weight-sync.rl.svc:50051"
+    pod = made.workloads(1)["weight-sync"]["spec"]["template"]["metadata"]["labels"]
+    assert services["x-weight-sync"]["selector"].items() <= pod.items()
+    assert known["NEXRL_INSTANCE"] == "rollout-$(NEXRL_POD_INDEX)"
+    assert known["NEXRL_ADVERTISE"] == "$(NEXRL_POD_IP)"
+
+
+def test_a_password_is_referred_to_and_never_written_down() -> None:
+    made = renderer(settings={"redis_secret": "redis/password"}).workloads(1)["controller"]
+    [password] = [each for each in container(made)["env"] if each["name"] == "NEXRL_REDIS_PASSWORD"]
+    assert password["valueFrom"] == {"secretKeyRef": {"name": "x-redis", "key": "password"}}
+
+
+def test_who_runs_code_of_the_user_knows_no_redis() -> None:
+    made = renderer(settings={"redis_secret": "redis/password"}).workloads(1).items()
+    told = {name: {each["name"] for each in container(item)["env"]} for name, item in made}
+    redis = {"NEXRL_REDIS_URL", "NEXRL_REDIS_PASSWORD"}
+    assert {name for name in told if redis <= told[name]} == {"controller", "trajectory-pool", "weight-sync"}
+    assert {name for name in told if not redis & told[name]} == {"rollout", "trainer", "inference"}
+
+
+def test_an_event_loop_that_hangs_is_noticed_where_nothing_is_computed() -> None:
+    probes = {name: container(item)["livenessProbe"] for name, item in renderer().workloads(1).items()}
+    asked = {name for name, probe in probes.items() if probe.get("grpc", {}).get("service") == "alive"}
+    assert asked == {"controller", "trajectory-pool", "weight-sync"}
+
+
+def test_nobody_but_the_trainer_is_bound_to_the_node_of_the_volume() -> None:
+    for mode, expected in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {"trainer", "controller"})):
+        made = renderer(storage={"accessMode": mode}).workloads(1).items()
+        volumes = {name: item["spec"]["template"]["spec"]["volumes"] for name, item in made}
+        assert {name for name, found in volumes.items() if any("persistentVolumeClaim" in v for v in found)} == expected
+
+
+@pytest.mark.guide("A4", "S2")
+def test_a_template_adds_gpus_and_keeps_what_finds_the_pods() -> None:
+    template = {
+        "metadata": {"labels": {"team": "a", "nexrl.dev/experiment": "other"}},
+        "spec": {
+            "nodeSelector": {"gpu": "h200"},
+            "containers": [{"name": "nexrl", "resources": {"limits": {"nvidia.com/gpu": 1}}}, {"name": "side"}],
+            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+        },
+    }
+    job = renderer(trainer={"steps": 4, "template": template}).workloads(1)["trainer"]
+    pod = job["spec"]["template"]
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["labels"]["nexrl.dev/experiment"] == "x"
+    assert container(job)["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert container(job)["args"] == ["trainer"]
+    assert [each["name"] for each in pod["spec"]["containers"]] == ["nexrl", "side"]
+    assert {"models", "run"} <= {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert job["metadata"]["annotations"][REVISION]
+
+
+def test_lists_without_names_are_replaced() -> None:
+    assert lay_over({"args": [1, 2], "kept": 1}, {"args": [3]}) == {"args": [3], "kept": 1}
+
+
+def test_lists_whose_names_are_none_are_replaced() -> None:
+    named, nonsense = [{"name": "nexrl"}], [{"name": ["a"]}]
+    assert lay_over({"containers": named}, {"containers": nonsense}) == {"containers": nonsense}
+
+
+@pytest.mark.parametrize("key", ["serviceAccountName", "serviceAccount", "automountServiceAccountToken"])
+def test_a_template_takes_no_account(key: str) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=f"{key}: must not be set: all pods use the ServiceAccount of the release"
+    ):
+        renderer(trainer={"steps": 4, "template": {"spec": {key: "operator"}}})
+
+
+def test_a_default_that_is_written_out_makes_no_other_configuration() -> None:
+    spec = renderer().experiment.spec.model_dump(mode="json", by_alias=True)
+    written = renderer(rollout=spec["rollout"], algorithm=spec["algorithm"], failurePolicy=spec["failurePolicy"])
+    assert configuration_revision(written.experiment) == configuration_revision(renderer().experiment)
+    more = renderer(trajectoryPool={"template": {"spec": {}}})
+    assert configuration_revision(more.experiment) == configuration_revision(renderer().experiment)

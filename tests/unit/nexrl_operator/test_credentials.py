@@ -1,0 +1,49 @@
+"""Certificates, when cert-manager makes them."""
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from nexrl.errors import FailedPreconditionError
+from nexrl.k8s.api import Api
+from nexrl.spec import parse_experiment
+from nexrl.tls import experiment_name
+from nexrl_operator.children import Renderer
+from nexrl_operator.credentials import Credentials
+from nexrl_operator.objects import RUN_FOLDER, Owner
+from tests.support.kubelet import experiment_object, operator_settings
+
+SETTINGS = operator_settings(tls="certManager", own_tls_secret="ours-tls", issuer_name="ours")
+FILES = {"ca.crt": b"authority", "tls.crt": b"certificate", "tls.key": b"key"}
+
+
+class Secrets:
+    """Has that Secret under any name."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = files
+
+    async def get(self, *_: object) -> dict[str, Any]:
+        return {"data": {name: base64.b64encode(value).decode() for name, value in self._files.items()}}
+
+
+async def test_operator_takes_the_certificate_that_was_made_for_it(tmp_path: Path) -> None:
+    await Credentials(cast("Api", Secrets(FILES)), SETTINGS, tmp_path).begin()
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == FILES
+
+
+async def test_certificate_that_is_not_made_yet_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FailedPreconditionError, match="Secret default/ours-tls: does not exist"):
+        await Credentials(cast("Api", Secrets({})), SETTINGS, tmp_path).begin()
+
+
+async def test_certificate_of_an_experiment_goes_with_it(tmp_path: Path) -> None:
+    owner = Owner("rl", "x", "uid-1")
+    renderer = Renderer(owner, parse_experiment(experiment_object("x", "rl"), RUN_FOLDER), SETTINGS)
+    [certificate] = await Credentials(cast("Api", Secrets(FILES)), SETTINGS, tmp_path).objects(renderer)
+    assert certificate["metadata"]["ownerReferences"] == [owner.reference()]
+    assert certificate["spec"]["secretName"] == "x-tls"
+    assert {experiment_name("rl", "x"), "x-controller.rl.svc"} <= set(certificate["spec"]["dnsNames"])
