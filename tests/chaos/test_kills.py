@@ -41,7 +41,7 @@ async def test_no_kill_costs_a_sample_or_trains_it_twice(tmp_path: Path) -> None
         await run.until_step(1)
         await killer.kill_all(schedule(SEED, KILLS, NAMES))
         audit_while_on = await audit(run.folder)
-        assert await run.launcher.wait() == 0
+        await run.ends()
     remains = await examine(run.folder, STEPS)
     result = Result.of(killer, remains, seed=SEED, seconds=time.monotonic() - began)
     sys.stdout.write(f"\n{result.table()}\n")

@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
 
 async def test_a_run_whose_reward_always_raises_fails_and_names_exception_file_line_and_remedy(root: Path) -> None:
     async with running(root, *FAILING, seconds=RUN_SECONDS) as run:
-        assert await run.launcher.wait() == TrainingFailedError.exit_code
+        await run.ends(TrainingFailedError.exit_code)
     output, status = (root / "output").read_text(), nexrl(root, "status", NAME, seconds=COMMAND_SECONDS).stdout
     assert f"{NAME}: Failed (SamplesFailing), exit code 10: 100 % of the last " in status
     for text in (output, status):

@@ -29,7 +29,7 @@ CUSTOM_WORKER = Path(__file__).parents[2] / "examples" / "custom_rollout_worker.
 async def ended_well(root: Path, *overrides: str) -> Run:
     """A short run that has succeeded."""
     async with running(root, *SHORT, *overrides, seconds=RUN_SECONDS) as run:
-        assert await run.launcher.wait() == 0
+        await run.ends()
     return run
 
 
@@ -68,7 +68,7 @@ async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode
             await asyncio.sleep(1)  # enough for a grant that must not come
             assert await granted_by(pool) == granted
         run.release()
-        assert await run.launcher.wait() == 0
+        await run.ends()
     assert max(staleness_of(run)) <= 2
 
 
@@ -133,7 +133,7 @@ async def test_a_worker_from_outside_the_tree_feeds_a_run_through_grpc_alone(tmp
         arguments = (addresses["trajectory-pool"], addresses["weight-sync"], "01234=")
         worker = await asyncio.create_subprocess_exec(sys.executable, script, *arguments, cwd=tmp_path)
         try:
-            assert await run.launcher.wait() == 0
+            await run.ends()
         finally:
             worker.terminate()
             await worker.wait()

@@ -48,7 +48,7 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
     async with running(tmp_path, *overrides, seconds=90) as run:
         await run.until_step(int(killed_after) + 3)
         run.launcher.send_signal(signal.SIGINT)
-        assert await run.launcher.wait() == INTERRUPTED_EXIT
+        await run.ends(INTERRUPTED_EXIT)
         said = (tmp_path / "output").read_text().splitlines()
         assert "stopping: the trainer writes a checkpoint, then every process ends" in said
         assert said[-1].startswith("stopped; resume from step ")
@@ -58,10 +58,10 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
     assert (run.folder / "checkpoints" / f"global_step_{interrupted_after:.0f}").is_dir()
 
     async with running(tmp_path, *overrides, seconds=90) as run:
-        assert await run.launcher.wait() == 0
+        await run.ends()
 
     async with running(tmp_path, *overrides, seconds=90) as run:  # nothing is left to be done
-        assert await run.launcher.wait() == 0
+        await run.ends()
 
     lines = steps_of(run.folder)
     assert {line["step"] for line in lines} == {*range(1, 61)}
@@ -98,7 +98,7 @@ async def test_the_death_of_any_process_costs_no_step_and_no_sample(
             mortal = await run.process(name)
             os.kill(mortal.pid, signal.SIGKILL)
             await run.process(name, other_than=mortal)
-        assert await run.launcher.wait() == 0
+        await run.ends()
 
     assert {line["step"] for line in steps_of(run.folder)} == {*range(1, steps + 1)}
     trained = batches_of(run.folder)[:steps]
@@ -116,7 +116,7 @@ async def test_a_run_whose_controller_and_redis_die_while_it_stops_ends_well(tmp
         await run.until(lambda experiment: experiment.phase == PHASE_STOPPING)
         for name in ("controller", "redis"):
             os.kill((await run.process(name)).pid, signal.SIGKILL)
-        assert await run.launcher.wait() == 0
+        await run.ends()
 
 
 def steps_of(run: Path) -> list[dict[str, float]]:

@@ -35,7 +35,7 @@ async def test_a_run_goes_on_while_its_certificates_and_its_authority_are_replac
         for trusted, issuer in ((both, first), (both, second), (second.ca.certificate, second)):
             write(tmp_path / "tls", Issued(trusted, b""), issue(issuer.ca, [], OURS))
             step = await run.until_step(step + 2)
-        assert await run.launcher.wait() == 0
+        await run.ends()
     logs = {log.stem: log.read_text() for log in run.folder.glob("logs/*.log")}
     assert not [name for name, log in logs.items() if "Traceback" in log]
     assert [name for name, log in logs.items() if "SSL" in log] == ["controller"]  # by whom strangers were refused

@@ -31,7 +31,7 @@ SYNCHRONOUS = (
 async def test_the_weights_of_a_run_in_mode_sync_do_not_tell_that_its_trainer_was_killed(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     async with running(tmp_path / "whole", *SYNCHRONOUS, seconds=200) as whole:
-        assert await whole.launcher.wait() == 0
+        await whole.ends()
 
     (tmp_path / "killed").mkdir()
     instants = Random(KILLS)
@@ -42,7 +42,7 @@ async def test_the_weights_of_a_run_in_mode_sync_do_not_tell_that_its_trainer_wa
             await asyncio.sleep(instants.uniform(0, 0.3))
             os.kill(trainer.pid, signal.SIGKILL)
             await run.process("trainer", other_than=trainer)
-        assert await run.launcher.wait() == 0
+        await run.ends()
 
     assert [contents(batch) for batch in batches_of(run.folder)] == [contents(b) for b in batches_of(whole.folder)]
     assert final_weights(run) == final_weights(whole)

@@ -88,7 +88,7 @@ async def test_a_run_trains_with_loss_advantage_and_processor_of_the_user(tmp_pa
     (tmp_path / "mine.py").write_text(ALGORITHM)
     algorithm = ("algorithm.loss=mine:loss", "algorithm.lossConfig={clip: 0.2}", "algorithm.advantage=mine:advantage")
     async with running(tmp_path, *SHORT, *algorithm, "algorithm.processor=mine:Mine", seconds=RUN_SECONDS) as run:
-        assert await run.launcher.wait() == 0
+        await run.ends()
     steps = [line for line in metrics_of(run.folder) if "mine/drift" in line]
     assert len(steps) == STEPS
     assert steps[0]["mine/drift"] == 0 < steps[-1]["mine/drift"], "in mode sync each batch sees the newest weights"
@@ -101,7 +101,7 @@ async def test_a_run_takes_its_samples_from_a_worker_of_the_user(tmp_path: Path)
     worker = ("rollout.type=worker", "rollout.worker=my_worker:Mine", "rollout.reward=null")
     loss = ("algorithm.loss=mine:loss", "algorithm.lossConfig={clip: 0.2}")
     async with running(tmp_path, *SHORT, *worker, *loss, seconds=RUN_SECONDS) as run:
-        assert await run.launcher.wait() == 0
+        await run.ends()
     assert len([line for line in metrics_of(run.folder) if "reward_mean" in line]) == STEPS
     samples = [sample for batch in batches_of(run.folder) for group in batch.groups for sample in group.samples]
     assert {name for sample in samples for name in sample.trajectories[0].columns} == {"weight"}
@@ -110,7 +110,7 @@ async def test_a_run_takes_its_samples_from_a_worker_of_the_user(tmp_path: Path)
 async def test_a_loss_that_returns_no_loss_ends_the_run_and_is_named_in_its_status(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
     async with running(tmp_path, *SHORT, "algorithm.loss=mine:not_a_loss", seconds=RUN_SECONDS) as run:
-        assert await run.launcher.wait() == 10
+        await run.ends(10)
     output = (tmp_path / "output").read_text()
     assert "algorithm.loss mine:not_a_loss: returned float; a nexrl.algorithm.LossOutputs is needed" in output
 
@@ -119,7 +119,7 @@ async def test_a_run_whose_loss_raises_ends_with_what_failed_and_why_and_what_to
     (tmp_path / "mine.py").write_text(ALGORITHM)
     overrides = (*SHORT, "algorithm.loss=mine:broken", "failurePolicy.maxRestarts=0")
     async with running(tmp_path, *overrides, seconds=RUN_SECONDS) as run:
-        assert await run.launcher.wait() == 10
+        await run.ends(10)
     output = (tmp_path / "output").read_text()
     assert '"level"' not in output, "no line of a log"
     _, _, ending = output.partition("\nerror: ")

@@ -1,17 +1,18 @@
 """What a Redis that lost its last writes must not make anyone do."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from nexrl.errors import FailedPreconditionError, LeaseLostError
+from nexrl.errors import FailedPreconditionError, LeaseLostError, UnavailableError
 from nexrl.store import Redis, key_prefix
 from tests.support.ledger import Make, fill_batch, produced
 
 
 async def _become_another_server(redis: Redis, prefix: str) -> None:
     """As a Redis that was started again finds its ledger: last written by another process."""
-    await redis.hset(prefix + "lives", "life", "another")
+    await redis.hset(prefix + "lives", mapping={"life": "another", "version": "another"})
 
 
 async def test_no_group_id_is_used_twice_however_far_back_redis_was_set(
@@ -88,6 +89,20 @@ async def test_an_incarnation_that_was_given_and_forgotten_is_not_given_again(
     await _become_another_server(redis, prefix)
     await ledger.lease_tasks("", 2, 60)
     assert (await ledger.resume("", 0, 0))[0] > forgotten
+
+
+async def test_a_version_that_redis_may_have_forgotten_is_accepted_once_it_is_reported_again(
+    make: Make, redis: Redis, experiment_name: str
+) -> None:
+    ledger = make(staleness=1)
+    await ledger.set_version(2)
+    await _become_another_server(redis, key_prefix(experiment_name, "default"))
+    results = [replace(result, newest_version=20) for result in produced(await ledger.lease_tasks("", 2, 60))]
+    with pytest.raises(UnavailableError, match=r"policy_version: 20 was never committed.*Redis lost"):
+        await ledger.put_samples("put", results)
+    assert (await ledger.state())["leased"] == 2
+    await ledger.set_version(20)
+    assert await ledger.put_samples("put", results) == ("ACCEPTED",) * 2
 
 
 async def test_a_trainer_ahead_of_the_ledger_is_told_so(make: Make) -> None:

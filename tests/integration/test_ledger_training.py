@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, UnavailableError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import Ledger, names
 from tests.support.clock import Clock
@@ -187,25 +187,13 @@ async def test_only_the_trainer_that_has_the_ledgers_train_batch_can_report_its_
 
 async def test_a_version_that_was_never_committed_is_refused_by_its_field(make: Make) -> None:
     ledger = make(staleness=1)
+    await ledger.set_version(2)
     results = [replace(result, newest_version=3) for result in produced(await ledger.lease_tasks("", 2, 60))]
     for _ in range(2):  # a refusal is not remembered as the answer
         with pytest.raises(InvalidArgumentError, match=r"results\[1\]\..*policy_version: 3 was never committed"):
             await ledger.put_samples("put", [replace(results[0], newest_version=0), results[1]])
     assert (await ledger.state())["leased"] == 2
     await ledger.set_version(3)
-    assert await ledger.put_samples("put", results) == ("ACCEPTED",) * 2
-
-
-@pytest.mark.parametrize("version", [1, 2])
-async def test_a_version_that_redis_may_have_forgotten_is_accepted_once_it_is_reported_again(
-    make: Make, version: int
-) -> None:
-    ledger = make(staleness=1)
-    results = [replace(result, newest_version=version) for result in produced(await ledger.lease_tasks("", 2, 60))]
-    with pytest.raises(UnavailableError, match=f"policy_version: {version} was never committed.*Redis lost"):
-        await ledger.put_samples("put", results)
-    assert (await ledger.state())["leased"] == 2
-    await ledger.set_version(version)
     assert await ledger.put_samples("put", results) == ("ACCEPTED",) * 2
 
 

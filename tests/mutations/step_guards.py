@@ -166,6 +166,14 @@ STEP_GUARDS = (
         LEDGER_TRAINING + "test_a_version_that_was_never_committed_is_refused_by_its_field",
     ),
     Guard(
+        9,
+        "a policy version that Redis may have forgotten is no failure of the sample",
+        LUA + "trajectories.lua",
+        'get(K.lives, "version") == this_life()',
+        "true",
+        LEDGER_FORGETTING + "test_a_version_that_redis_may_have_forgotten_is_accepted_once_it_is_reported_again",
+    ),
+    Guard(
         10,
         "what makes the next batch is never kept out",
         LUA + "trajectories.lua",

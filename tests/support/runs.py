@@ -37,6 +37,8 @@ GONE_SECONDS = 10.0
 CALL_SECONDS = 30.0
 LOOK_SECONDS = 0.02
 LOG_CHARACTERS = 3000
+OUTPUT = "output"
+"""File with what `nexrl run` printed."""
 
 ResultT = TypeVar("ResultT")
 
@@ -97,6 +99,13 @@ class Run:
         """Wait until at least `step` optimizer steps were made. Returns their number. Fails if the run ends before."""
         return (await self.until(lambda experiment: experiment.progress.step >= step)).progress.step
 
+    async def ends(self, code: int = 0) -> None:
+        """Wait until the run ends. Fails with its last words unless its exit code is `code`."""
+        ended = await self.launcher.wait()
+        assert ended == code, (
+            f"exit code {ended}: {(self.root / OUTPUT).read_bytes()[-LOG_CHARACTERS:].decode(errors='replace')}"
+        )
+
     async def activity(self) -> activity_pb.GetActivityResponse:
         """Return the activity of the run's modules."""
         async with connect(controller_address(self.folder)) as channel:
@@ -131,7 +140,7 @@ async def running(root: Path, *overrides: str, seconds: float, file: Path = FILE
     """
     experiment = copy_experiment(root, file)
     (root / NAME / "endpoints.json").unlink(missing_ok=True)  # an earlier run's file names a dead controller
-    output = root / "output"
+    output = root / OUTPUT
     with output.open("wb") as written:
         launcher = await asyncio.create_subprocess_exec(
             # The run ends with this process: a killed test must leave no run behind.

@@ -52,7 +52,7 @@ async def test_it_learns_with_vllm_while_replicas_come_and_go(tmp_path: Path) ->
             step = await run.until_step(0)
             await run.until_step(step + 5)
         await until_ready(weight_sync, 1)
-        assert await run.launcher.wait() == 0
+        await run.ends()
     output = (tmp_path / "output").read_text()
     assert not [verdict for verdict in ("error", "lost", "timeout", "incomplete") if verdict in output]
     rewards = [line["reward_mean"] for line in metrics_of(run.folder)]
@@ -76,7 +76,7 @@ async def test_whatever_is_killed_at_random_instants_no_wrong_token_is_served(tm
         await Killer(run, START_SECONDS).kill_all(strikes)
         await run.until_step(await run.until_step(0) + 3)
         run.launcher.send_signal(signal.SIGINT)
-        assert await run.launcher.wait() == INTERRUPTED_EXIT
+        await run.ends(INTERRUPTED_EXIT)
     steps = {line["step"] for line in metrics_of(run.folder)}
     assert steps == {*range(1, len(steps) + 1)}
     audit = await asyncio.to_thread(nexrl, tmp_path, "audit", str(run.folder), seconds=60)

@@ -82,7 +82,13 @@ class Rules:
             validates=spec.validation is not None,
             max_restarts=spec.failure_policy.max_restarts,
             stop_severity=stop_severity,
-            failure_window=max(MIN_FAILURE_WINDOW, WINDOW_BATCHES * spec.trajectory_pool.batch_size),
+            # Twice those in flight: a wave of attempts that fail together, such as those that were sampled with a
+            # version that Redis lost, must not fill the window.
+            failure_window=max(
+                MIN_FAILURE_WINDOW,
+                WINDOW_BATCHES * spec.trajectory_pool.batch_size,
+                2 * spec.rollout.replicas * spec.rollout.workers,
+            ),
             max_failure_ratio=None if stop_severity is None else spec.rollout.max_failure_ratio,
         )
 

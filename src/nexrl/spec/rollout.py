@@ -59,8 +59,8 @@ class RolloutSpec(VariantSection):
         gt=0,
         le=1,
         description="Share of attempts with verdict ENV_ERROR, REWARD_ERROR or TIMEOUT at which the experiment fails. "
-        "It is taken over at least the last 4 trajectoryPool.batchSize finished attempts, and at least 128; 1 = all of "
-        "them failed. `monitor.errors.policy: continue` switches the limit off.",
+        "It is taken over at least the last 4 trajectoryPool.batchSize finished attempts, at least 128, and at least "
+        "twice replicas times workers. 1: all of them failed. `monitor.errors.policy: continue` means no limit.",
     )
     lease_seconds: Seconds = Field(
         default=60.0, description="Time without a renewal after which a worker's samples go to another worker."

@@ -91,6 +91,11 @@ def test_failing_samples_are_told_before_they_end_the_experiment_and_change_noth
     assert (state.phase, state.reason) == (Phase.RUNNING, "Training")
 
 
+def test_attempts_in_flight_that_fail_together_never_fill_the_window() -> None:
+    many = rules(trajectoryPool={"batchSize": 8}, rollout={"maxNewTokens": 8, "replicas": 3, "workers": 100})
+    assert many.failure_window == 600
+
+
 def test_the_window_is_four_batches_and_the_limit_is_that_of_the_experiment() -> None:
     asked = rules(trajectoryPool={"batchSize": 64}, rollout={"maxNewTokens": 8, "maxFailureRatio": 0.25})
     assert (asked.failure_window, asked.max_failure_ratio) == (256, 0.25)

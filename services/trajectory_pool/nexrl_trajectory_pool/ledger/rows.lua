@@ -14,7 +14,7 @@ local function number_of(task) return tonumber(task:match("^%d+")) end
 local function task_ids(first, last)
   local lives, ids, ending, since = {}, {}, "", -1
   for field, value in pairs(read_hash(K.lives)) do
-    local start = tonumber(field) or math.huge -- "life" and "ending" are no numbers
+    local start = tonumber(field) or math.huge -- the other fields are no numbers
     lives[start] = value
     if start <= first and start > since then since, ending = start, value end
   end

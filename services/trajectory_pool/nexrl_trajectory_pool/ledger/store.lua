@@ -15,7 +15,7 @@
 --   batch_sizes          hash    batch -> number of samples, kept as long
 --   dropped_batches      hash    batch -> reason, kept as long
 --   lives                hash    life: of Redis when it granted the newest task; ending: of its id; <number of a life's
---                                first task>: their ending
+--                                first task>: their ending; version: life in which a version was reported last
 --   open                 list    samples that were granted once and wait to be granted again
 --   added                list    tasks that were added by hand
 --   leases               zset    leased samples by deadline

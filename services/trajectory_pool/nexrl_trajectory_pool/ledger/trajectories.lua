@@ -1,8 +1,5 @@
 -- Trajectories: results of samples on their way in.
 
--- Most newest versions that a Redis can have forgotten: weight sync reports the committed one every few seconds.
-local MAX_FORGOTTEN_VERSIONS = 2
-
 -- Counts an attempt that has finished. One that was called off as stale says nothing about the code that makes samples.
 local function count_attempt(result)
   if result.failure == "cancelled_stale" then return end
@@ -48,14 +45,14 @@ local function put_one(result, payload)
 end
 
 -- A step is acknowledged before its version is committed, so no engine serves a version above both numbers. A trainer that
--- replays steps makes trained_steps smaller, but not the versions that engines serve. A Redis that lost its last writes may
--- have forgotten the newest versions. Clients repeat the call, and weight sync reports the committed version again meanwhile.
+-- replays steps makes trained_steps smaller, but not the versions that engines serve. A Redis that was started again may
+-- have forgotten the newest versions. Clients repeat the call, and weight sync soon reports the committed version again.
 local function unknown_version(index, result)
   local newest = math.max(version(), count("most_trained_steps"))
   if a.unlimited or (result.newest or 0) <= newest then return nil end
   local message = string.format("results[%d].trajectories.spans.policy_version: %d was never committed; " ..
     "the newest policy version is %d", index - 1, result.newest, newest)
-  if result.newest > newest + MAX_FORGOTTEN_VERSIONS then return fail("INVALID_ARGUMENT", message) end
+  if get(K.lives, "version") == this_life() then return fail("INVALID_ARGUMENT", message) end
   return fail("UNAVAILABLE", message .. ", unless Redis lost its last writes; repeat the call until weight sync reports it")
 end
 

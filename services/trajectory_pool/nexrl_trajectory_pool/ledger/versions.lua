@@ -1,6 +1,7 @@
 -- Policy versions and validation rounds.
 
 function moves.set_version()
+  set(K.lives, "version", this_life())
   if a.version > count("version") or not is_counted("version") then
     set_counter("version", a.version)
     wake("tasks")
