@@ -16,7 +16,7 @@ from nexrl.run_layout import REWARD_FILE, SUMMARY_FILE
 from nexrl.spec import Experiment
 
 ENDS_STEPS = 10
-"""Steps averaged at either end of the run: one batch alone is noisy."""
+"""Most steps averaged at either end of the run: one batch alone is noisy. A short run has half of its steps at each."""
 AT_ENDS = {"reward": "reward_mean", "entropy": "entropy", "degenerate groups": "zero_variance_group_fraction"}
 
 Metrics = Sequence[Mapping[str, float]]
@@ -61,10 +61,11 @@ def write_report(
 def summarize(metrics: Metrics, steps: Metrics) -> dict[str, Any]:
     """Return the steps made, rewards at either end, held-out scores and samples per second."""
     held_out = [line for line in metrics if "val/num_samples" in line]
-    summary: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0}
+    averaged = max(1, min(ENDS_STEPS, len(steps) // 2))
+    summary: dict[str, Any] = {"steps": int(steps[-1]["step"]) if steps else 0, "steps_averaged": averaged}
     for name, key in AT_ENDS.items():
-        summary[f"{name.replace(' ', '_')}_first"] = _mean(steps[:ENDS_STEPS], key)
-        summary[f"{name.replace(' ', '_')}_last"] = _mean(steps[-ENDS_STEPS:], key)
+        summary[f"{name.replace(' ', '_')}_first"] = _mean(steps[:averaged], key)
+        summary[f"{name.replace(' ', '_')}_last"] = _mean(steps[-averaged:], key)
     for score in ("exact", "reward"):
         summary[f"heldout_{score}_first"] = _mean(held_out[:1], f"val/{score}")
         summary[f"heldout_{score}"] = _mean(held_out[1:][-1:], f"val/{score}")
@@ -103,7 +104,8 @@ def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     earlier = summary["steps"] - summary["steps_made"]
     title = f"{summary['name']}: {summary['steps_made']} steps in {summary['wall_seconds']:.0f} s"
     table = Table(title=title + (f", after {earlier} earlier ones" if earlier > 0 else ""))
-    for column in ("", f"first {ENDS_STEPS} steps", f"last {ENDS_STEPS} steps"):
+    averaged = "step" if summary["steps_averaged"] == 1 else f"{summary['steps_averaged']} steps"
+    for column in ("", f"first {averaged}", f"last {averaged}"):
         table.add_column(column)
     for name in AT_ENDS:
         key = name.replace(" ", "_")

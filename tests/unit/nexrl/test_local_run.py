@@ -228,6 +228,16 @@ def test_a_start_that_made_no_step_has_no_rate(open_folder: OpenFolder, capsys: 
     assert "\n- samples/s" in printed
 
 
+@pytest.mark.parametrize(("made", "heading"), [(1, "first step"), (4, "first 2 steps"), (40, "first 10 steps")])
+def test_no_step_is_at_both_ends_of_the_report(
+    open_folder: OpenFolder, capsys: pytest.CaptureFixture[str], made: int, heading: str
+) -> None:
+    folder = open_folder()
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps(made)))
+    write_report(folder, small_experiment(), [], 1.0, INTERRUPTED)
+    assert heading in " ".join(capsys.readouterr().out.split())
+
+
 async def test_the_status_of_a_run_that_is_not_on_is_told_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
