@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 LAST_SECONDS = 2.0
-MIN_HEARTBEAT_SECONDS = 0.1
-"""Shortest time between two heartbeats. It limits a process that alternates between idle and busy to ten per second."""
+MIN_HEARTBEAT_SECONDS = 0.5
+"""Shortest time between two heartbeats. It limits a process that alternates between idle and busy to two per second."""
 
 
 class ActivityTracker:
