@@ -160,6 +160,7 @@ class Services:
     def __init__(self) -> None:
         self.controllers: dict[Key, Controller] = {}
         self._addresses: dict[Key, str] = {}
+        self._stores: dict[Key, _Memory] = {}
 
     def connect(self, key: Key, component: str) -> grpc.aio.Channel:
         """Return a channel to the services of an experiment."""
@@ -167,9 +168,11 @@ class Services:
 
     @asynccontextmanager
     async def serving(self, document: Object) -> AsyncIterator[Controller]:
-        """Run the controller of an experiment while the block runs."""
+        """Run the controller of an experiment while the block runs. A later one continues from its state."""
         experiment = Experiment.model_validate_json(json.dumps(document))
-        controller = Controller(experiment, _Memory(), [], time.time)  # type: ignore[arg-type]  # it has the methods that Controller calls
+        key = document["metadata"]["namespace"], document["metadata"]["name"]
+        store = self._stores.setdefault(key, _Memory())
+        controller = Controller(experiment, store, [], time.time)  # type: ignore[arg-type]  # it has the methods that Controller calls
         await controller.start()
         for name in ("trainer", "rollout-0", "inference-0", "weight-sync", "trajectory-pool"):
             await controller.heartbeat(Module(name, name.partition("-")[0]), [])
@@ -177,7 +180,6 @@ class Services:
         add_ControllerServiceServicer_to_server(ControllerServicer(controller), server)
         add_ActivityServiceServicer_to_server(ActivityServicer(controller), server)
         add_TrajectoryPoolServiceServicer_to_server(_Pool(), server)  # type: ignore[arg-type]
-        key = document["metadata"]["namespace"], document["metadata"]["name"]
         self._addresses[key] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         self.controllers[key] = controller
         await server.start()

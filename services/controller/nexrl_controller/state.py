@@ -155,6 +155,8 @@ class State:
     """Which share of the attempts fails, the last failure and what to do, for people; empty while few fail."""
     has_ended: bool = False
     """True once its components have stopped."""
+    generation: int = 0
+    """`Experiment.generation` when it was started or resumed last."""
 
     @property
     def phase(self) -> Phase:
@@ -175,6 +177,11 @@ class State:
     def restarts(self) -> int:
         """Restarts of all components so far."""
         return sum(record.restarts for record in self.exits.values())
+
+    def resumed(self, new: "State") -> "State":
+        """Return the state after a suspension: with all restarts left, and that of `new` if it had failed."""
+        exits = {name: replace(record, counted=0) for name, record in self.exits.items()}
+        return replace(new if self.outcome is Phase.FAILED else self, generation=new.generation, exits=exits)
 
     def ending(self, outcome: Phase, reason: str, message: str) -> "State":
         """Return the state with its outcome decided. The components stop now."""

@@ -66,7 +66,7 @@ def soonest(*delays: float | None) -> float | None:
 
 def stage_of(observed: Observed, renderer: Renderer) -> Stage:
     """Return what the experiment is about to do."""
-    if is_finished(observed.status):
+    if is_finished(observed.status, is_suspended=renderer.experiment.spec.suspend):
         return Stage.CLEAR
     if renderer.experiment.spec.suspend:
         return Stage.PAUSE

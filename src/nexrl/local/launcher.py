@@ -30,6 +30,7 @@ from nexrl.local.view import RunView, phase_name
 from nexrl.rpc.client import call, connect, new_request_id, watch
 from nexrl.run_layout import CHECKPOINT_PREFIX, ENDPOINTS_FILE
 from nexrl.spec import Experiment, load_experiment
+from nexrl.spec.trainer import ResumeFromPath, ResumeSpec
 from nexrl.store import connect_redis, key_prefix
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
@@ -72,14 +73,16 @@ def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) ->
     Raises SpecError and other NexrlErrors if it cannot start, TrainingFailedError if it fails.
     """
     experiment = load_experiment(path, overrides)
-    return asyncio.run(_run(experiment, options, resume_command(path, overrides, options)))
+    return asyncio.run(_run(experiment, options, resume_command(path, overrides, options, experiment.spec.resume)))
 
 
-def resume_command(path: Path, overrides: Sequence[str], options: RunOptions) -> str:
-    """Return the command that resumes a run which was started with these arguments."""
-    kept = [override for override in overrides if not override.startswith("resume.")]
+def resume_command(path: Path, overrides: Sequence[str], options: RunOptions, resume: ResumeSpec) -> str:
+    """Return the command that resumes a run which was started with these arguments, from the start `resume`."""
+    kept = [override for override in overrides if not override.startswith(("resume.", "resume="))]
+    # The file may have resume.path, which mode auto does not allow.
+    auto = "resume={mode: auto}" if isinstance(resume, ResumeFromPath) else "resume.mode=auto"
     root = [] if options.root == RunOptions.root else ["--root", str(options.root)]
-    return shlex.join(["nexrl", "run", str(path), *kept, "resume.mode=auto", *root])
+    return shlex.join(["nexrl", "run", str(path), *kept, auto, *root])
 
 
 async def _run(experiment: Experiment, options: RunOptions, to_resume: str) -> int:

@@ -252,6 +252,17 @@ def test_a_suspended_experiment_starts_afresh_when_resumed() -> None:
     assert (resumed.phase, resumed.policy_version) == (Phase.STARTING, 0)
 
 
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_an_experiment_that_is_resumed_has_all_its_restarts_and_begins_anew_if_it_had_failed(has_failed: bool) -> None:
+    broken = after(*RUNNING, MetricsPosted(2, {}), exited(), exited(request_id="e2"))
+    broken = broken.ending(Phase.FAILED, "ComponentFailed", "") if has_failed else broken
+    resumed = broken.resumed(replace(new_state(), generation=3))
+    [record] = resumed.exits.values()
+    assert (record.restarts, record.counted, resumed.generation) == (2, 0, 3)
+    assert resumed.phase is (Phase.PENDING if has_failed else Phase.RESTARTING)
+    assert resumed.step == (0 if has_failed else 2)
+
+
 def test_a_restarted_controller_changes_nothing() -> None:
     state = after(*RUNNING, MetricsPosted(2, {"loss": 1.0}), ValidationStarted(0))
     assert after(START, state=state) == state
