@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Protocol
 
-from nexrl.errors import InvalidArgumentError, LeaseLostError, UnavailableError
+from nexrl.errors import InvalidArgumentError
+from nexrl.restarts import UNCOUNTED_EXITS, backoff_seconds
 from nexrl_controller.attempts import Count, FailedAttempt, is_reported, moved, reaches, report
 from nexrl_controller.error_log import Severity
 from nexrl_controller.state import ExitRecord, IllegalTransitionError, Phase, Rules, State, Verdict
@@ -17,12 +18,8 @@ TRAINING_COMPLETE = "training_complete"
 """The trainer posts a metric of this name when its last checkpoint is written."""
 CHECKPOINTED_STEPS = "checkpointed_steps"
 """The trainer posts a metric of this name with each step: how many steps its newest checkpoint contains."""
-UNCOUNTED_EXITS = (UnavailableError.exit_code, LeaseLostError.exit_code)
-"""A peer such as Redis is unreachable, or Redis has lost its last writes. A restart after these is not counted."""
 
 STALLED = "Stalled"
-FIRST_BACKOFF_SECONDS = 0.5
-MAX_BACKOFF_SECONDS = 30.0
 MAX_METRICS = 1000
 MAX_LOG_LINES = 20
 MAX_LOG_CHARACTERS = 4000
@@ -285,11 +282,6 @@ class ComponentsStopped:
     def after(self, state: State, rules: Rules) -> State:
         _require(state.outcome is not None, state, self)
         return replace(state, has_ended=True)
-
-
-def backoff_seconds(in_a_row: int) -> float:
-    """Seconds to wait before restart number `in_a_row` of a component without a heartbeat in between; counts from 1."""
-    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(in_a_row - 1, 16), MAX_BACKOFF_SECONDS)
 
 
 def _require(condition: bool, state: State, event: Event) -> None:

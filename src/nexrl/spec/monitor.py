@@ -65,5 +65,6 @@ class FailurePolicySpec(Section):
         ge=0,
         le=1000,
         description="Restarts of each component before the experiment fails. The count returns to 0 with each new "
-        "checkpoint. Exit codes 6 and 8 (a peer is unreachable, or Redis lost its last writes) are not counted.",
+        "checkpoint; on one machine, that of the controller and of Redis with each new step. Exit codes 6 and 8 (a "
+        "peer is unreachable, or Redis lost its last writes) are not counted.",
     )
