@@ -9,7 +9,7 @@ from signal import Signals
 from typing import Protocol
 
 from nexrl.errors import InvalidArgumentError
-from nexrl.restarts import UNCOUNTED_EXITS, backoff_seconds
+from nexrl.restarts import action_after, backoff_seconds
 from nexrl_controller.attempts import Count, FailedAttempt, is_reported, moved, reaches, report
 from nexrl_controller.error_log import Severity
 from nexrl_controller.state import ExitRecord, IllegalTransitionError, Phase, Rules, State, Verdict
@@ -162,18 +162,22 @@ class ComponentExited:
             return state
         if state.outcome is not None or state.is_suspended or (state.is_trained and self.exit_code == 0):
             return self._recorded(state, last, Verdict(restart=False))
-        if self.exit_code == InvalidArgumentError.exit_code:
+        policy = rules.failure_policy
+        action = action_after(policy, self.component, self.exit_code)
+        if action == "Fail" and self.exit_code == InvalidArgumentError.exit_code:
             why = "its configuration is wrong, so it is not restarted"
             return self._failed(state, last, "BadConfiguration", why)
+        if action == "Fail":
+            return self._failed(state, last, "ComponentFailed", "failurePolicy.rules says Fail for this exit code")
         if state.checkpointed_steps > last.checkpointed_steps:
             last = replace(last, checkpointed_steps=state.checkpointed_steps, counted=0)
-        if self.exit_code in UNCOUNTED_EXITS:
+        if action == "Ignore":
             return self._restarted(state, last, "a restart after this exit code is not counted")
-        if last.counted >= rules.max_restarts:
+        if last.counted >= policy.max_restarts:
             limit = f"{last.counted} times without a new checkpoint, the limit of failurePolicy.maxRestarts"
             return self._failed(state, last, "ComponentFailed", f"it was restarted {limit}")
         last = replace(last, counted=last.counted + 1)
-        return self._restarted(state, last, f"restart {last.counted} of {rules.max_restarts} without a new checkpoint")
+        return self._restarted(state, last, f"restart {last.counted} of {policy.max_restarts} without a new checkpoint")
 
     def _recorded(self, state: State, last: ExitRecord, verdict: Verdict) -> State:
         record = replace(last, request_id=self.request_id, verdict=verdict)

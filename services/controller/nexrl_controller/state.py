@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from nexrl.errors import FailedPreconditionError
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.monitor import FailurePolicySpec
 from nexrl_controller.attempts import Window
 from nexrl_controller.error_log import Severity
 
@@ -62,8 +63,8 @@ class Rules:
     """Optimizer steps after which training is finished."""
     validates: bool
     """Whether the last version must have been validated."""
-    max_restarts: int
-    """Restarts of each component without a new checkpoint before the experiment fails."""
+    failure_policy: FailurePolicySpec
+    """What the exit of a component leads to."""
     stop_severity: Severity | None
     """Lowest severity of an error that ends the experiment; None for never."""
     failure_window: int
@@ -80,7 +81,7 @@ class Rules:
         return Rules(
             total_steps=spec.trainer.steps,
             validates=spec.validation is not None,
-            max_restarts=spec.failure_policy.max_restarts,
+            failure_policy=spec.failure_policy,
             stop_severity=stop_severity,
             # Twice those in flight: a wave of attempts that fail together, such as those that were sampled with a
             # version that Redis lost, must not fill the window.
@@ -109,7 +110,7 @@ class ExitRecord:
     restarts: int = 0
     """Restarts of the component so far."""
     counted: int = 0
-    """Those that count for `max_restarts`: since the newest checkpoint at the last exit."""
+    """Those that count for `failurePolicy.maxRestarts`: since the newest checkpoint at the last exit."""
     checkpointed_steps: int = 0
     """The steps in that checkpoint."""
     in_a_row: int = 0

@@ -164,7 +164,7 @@ class Launcher:
         """Set when the controller has reported the end, or the launcher no longer waits for it: CORE may stop."""
         self._interrupted = asyncio.Event()
         policy, health = experiment.spec.failure_policy, experiment.spec.monitor.health
-        self._budgets = {name: RestartBudget(policy.max_restarts, health.stall_deadline_seconds) for name in CORE}
+        self._budgets = {name: RestartBudget(name, policy, health.stall_deadline_seconds) for name in CORE}
         self._step = 0
         """The newest training step that the controller has reported."""
         self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()

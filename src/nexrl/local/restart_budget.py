@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError
-from nexrl.restarts import UNCOUNTED_EXITS, backoff_seconds
+from nexrl.errors import FailedPreconditionError
+from nexrl.restarts import FAILING_EXITS, action_after, backoff_seconds
+from nexrl.spec.monitor import FailurePolicySpec
 
-CONFIGURATION_EXITS = (InvalidArgumentError.exit_code, FailedPreconditionError.exit_code)
-"""After these a restart never helps."""
+CONFIGURATION_EXITS = (*FAILING_EXITS, FailedPreconditionError.exit_code)
+"""After these a restart does not help, unless a rule says otherwise."""
 FIRST_SECONDS = 0.2
 """Pause before the first restart: all other processes wait for this one."""
 
@@ -19,7 +20,8 @@ class RestartBudget:
     the steps that were made.
     """
 
-    max_restarts: int
+    name: str
+    policy: FailurePolicySpec
     deadline_seconds: float
     """Longest time without a new step in which restarts that are not counted continue."""
     restarts: int = 0
@@ -36,14 +38,14 @@ class RestartBudget:
         """
         if step > self.step:
             self.restarts, self.counted, self.step, self.stuck_since_seconds = 0, 0, step, now_seconds
-        if exit_code in CONFIGURATION_EXITS:
-            return None
-        if exit_code in UNCOUNTED_EXITS:
-            if now_seconds - self.stuck_since_seconds >= self.deadline_seconds:
+        match action_after(self.policy, self.name, exit_code, CONFIGURATION_EXITS):
+            case "Fail":
                 return None
-        elif self.counted >= self.max_restarts:
-            return None
-        else:
-            self.counted += 1
+            case "Ignore" if now_seconds - self.stuck_since_seconds >= self.deadline_seconds:
+                return None
+            case "Count" if self.counted >= self.policy.max_restarts:
+                return None
+            case "Count":
+                self.counted += 1
         self.restarts += 1
         return backoff_seconds(self.restarts, FIRST_SECONDS)

@@ -181,6 +181,29 @@ def test_a_wrong_configuration_is_never_tried_again() -> None:
     assert "no such folder" in state.message
 
 
+def test_the_first_rule_for_exit_code_and_component_decides_what_an_exit_leads_to() -> None:
+    policy = {
+        "maxRestarts": 0,
+        "rules": [
+            {"exitCodes": [10, -9], "action": "Ignore", "components": ["rollout", "trajectory-pool"]},
+            {"exitCodes": [-9, 6], "action": "Fail"},
+            {"exitCodes": [2], "action": "Count"},
+        ],
+    }
+    phases = {
+        (component, exit_code): after(*RUNNING, exited(component, exit_code), under=rules(failurePolicy=policy)).reason
+        for component in ("rollout-1", "x-trajectory-pool-5d9c7-x2k4f", "trainer")
+        for exit_code in (-9, 10, 6, 2, 8)
+    }
+    is_restarted = {key for key, reason in phases.items() if reason == "ComponentExited"}
+    ignored = {(name, code) for name in ("rollout-1", "x-trajectory-pool-5d9c7-x2k4f") for code in (-9, 10)}
+    assert is_restarted == ignored | {(name, 8) for name in ("rollout-1", "x-trajectory-pool-5d9c7-x2k4f", "trainer")}
+    failed = after(*RUNNING, exited("trainer", 6), under=rules(failurePolicy={**policy, "maxRestarts": 3}))
+    assert failed.message.startswith("trainer ended with exit code 6; failurePolicy.rules says Fail for this exit code")
+    counted = after(*RUNNING, exited("trainer", 2), under=rules(failurePolicy={**policy, "maxRestarts": 1}))
+    assert counted.message.endswith("restart 1 of 1 without a new checkpoint")
+
+
 def test_a_repeated_report_of_an_exit_changes_nothing() -> None:
     state = after(*RUNNING, exited())
     assert after(exited(), state=state) == state
