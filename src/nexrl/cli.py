@@ -116,15 +116,15 @@ def suspend(name: ExperimentName, namespace: Namespace = "") -> None:
     """Suspend an experiment on the cluster: it writes a checkpoint and frees all its pods. Waits until it is done."""
     from nexrl.k8s import commands
 
-    asyncio.run(commands.suspend(commands.Target(name, namespace), is_suspended=True))
+    asyncio.run(commands.suspend(commands.Target(name, namespace)))
 
 
 @app.command()
 def resume(name: ExperimentName, namespace: Namespace = "") -> None:
-    """Resume a suspended experiment from its checkpoint. Waits until it trains."""
+    """Resume a suspended or failed experiment from its newest checkpoint. Waits until it trains."""
     from nexrl.k8s import commands
 
-    asyncio.run(commands.suspend(commands.Target(name, namespace), is_suspended=False))
+    asyncio.run(commands.resume(commands.Target(name, namespace)))
 
 
 @app.command()

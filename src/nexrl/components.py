@@ -3,6 +3,7 @@
 Two modules render this table: `nexrl.local.components` into processes of one machine, `nexrl_operator.pods` into pods.
 """
 
+import re
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -48,6 +49,15 @@ COMPONENTS = (
 )
 """In the order in which one machine starts them."""
 BY_NAME = {component.name: component for component in COMPONENTS}
+
+
+_INSTANCE = re.compile(rf"(?:.*-)?({'|'.join(BY_NAME)})(?:-[a-z0-9]+)*")
+
+
+def component_of(instance: str) -> str:
+    """Return the component of a process by its name, as rollout-0 or x-trajectory-pool-5d9c7-x2k4f; "" for others."""
+    found = _INSTANCE.fullmatch(instance)
+    return found[1] if found else ""
 
 
 def stop_waves() -> list[list[str]]:

@@ -1,5 +1,6 @@
 """Runs whose loss, advantage, processor or rollout worker is the user's: modules beside the experiment file."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -131,4 +132,12 @@ async def test_a_run_whose_loss_raises_ends_with_what_failed_and_why_and_what_to
         f"trainer: algorithm.loss mine:broken: ValueError ({tmp_path / 'mine.py'}:{line_number}): no such column",
         f"The logs are in {run.folder / 'logs'}",
     ]
-    assert to_do.startswith("Correct the cause, then resume from step 0 with: nexrl run ")
+    _, _, to_resume = to_do.partition("Correct the cause, then resume from step 0 with: nexrl run ")
+    *given, last, _, root = shlex.split(to_resume)
+    assert (given, root) == ([str(tmp_path / "copy-digits.yaml"), *overrides], str(tmp_path))
+    policy_gradient = "-(inputs.weights_T * inputs.advantages_T * inputs.logprobs_T).sum()"
+    correct = f"return LossOutputs({policy_gradient}, inputs.logprobs_T.isnan())"
+    (tmp_path / "mine.py").write_text(ALGORITHM.replace('raise ValueError("no such column")', correct))
+    async with running(tmp_path, *overrides, last, seconds=RUN_SECONDS) as run:
+        await run.ends()
+    assert len([line for line in metrics_of(run.folder) if "reward_mean" in line]) == STEPS

@@ -82,6 +82,12 @@ FINE: dict[str, Object] = {
     "python": {"data": {"type": "python", "factory": "task:tasks"}, "code": {"task.py": ""}},
     "gym": {"data": {"type": "reasoning_gym", "name": "chain_sum", "config": {"any": [1, {"x": 2}]}}},
     "template": {"trainer__template": {"spec": {"nodeSelector": {"gpu": "yes"}, "whatever": [1]}}},
+    "failure-rules": {
+        "failurePolicy__rules": [
+            {"exitCodes": [10, -9], "action": "Fail", "components": ["trainer"]},
+            {"exitCodes": [1], "action": "Ignore"},
+        ]
+    },
     "deadlines": {"activeDeadlineSeconds": 60, "startupDeadlineSeconds": 30, "ttlSecondsAfterFinished": 0},
 }
 
@@ -139,6 +145,18 @@ WRONG: dict[str, tuple[Object, str]] = {
     "micro-batch": ({"trainer__maxTokensPerMicroBatch": 16}, "spec.inference.maxTokensPerRow"),
     "other-variant": ({"data__path": "/data/tasks.jsonl"}, "spec.data.path"),
     "variant-incomplete": ({"data": {"type": "jsonl"}}, "spec.data.path"),
+    "failure-rule-without-codes": (
+        {"failurePolicy__rules": [{"exitCodes": [], "action": "Fail"}]},
+        "spec.failurePolicy.rules[0].exitCodes",
+    ),
+    "failure-rule-of-no-component": (
+        {"failurePolicy__rules": [{"exitCodes": [1], "action": "Fail", "components": ["redis"]}]},
+        "spec.failurePolicy.rules[0].components[0]",
+    ),
+    "failure-rule-without-action": (
+        {"failurePolicy__rules": [{"exitCodes": [1]}]},
+        "spec.failurePolicy.rules[0].action",
+    ),
     "type": ({"trainer__steps": "many"}, "spec.trainer.steps"),
     "range": ({"algorithm__learningRate": 0}, "spec.algorithm.learningRate"),
     "choice": ({"algorithm__loss": "hinge"}, "spec.algorithm.loss"),

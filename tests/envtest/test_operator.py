@@ -15,6 +15,7 @@ from nexrl.k8s.api import (
     Api,
 )
 from nexrl.store import connect_redis, key_prefix
+from nexrl_operator.observed import is_ready
 from nexrl_operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
@@ -124,6 +125,31 @@ async def test_a_failed_trainer_is_followed_by_the_next_attempt(api: Api, namesp
         assert "SIGKILL" in controller.state.message
         await controller.heartbeat(_trainer(), [])
         await until_phase(api, namespace, "four", "Running")
+
+
+async def test_a_trainer_whose_pod_is_evicted_or_deleted_uses_up_no_restart(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services = Services()
+    document = experiment_object("six", namespace, failurePolicy={"maxRestarts": 0})
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await run(api, document, controller)
+        await kubelet.fail("six-trainer-1-0", 143, "evicted", is_evicted=True)
+        await _until_ready(api, namespace, "six-trainer-2-0")
+        await kubelet.fail_job("six-trainer-2")
+        await api.delete(POD, namespace, "six-trainer-2-0")
+        await _until_ready(api, namespace, "six-trainer-3-0")
+        assert controller.state.exits == {}
+        await kubelet.fail("six-trainer-3-0", 1, "broken")
+        await until_phase(api, namespace, "six", "Failed")
+
+
+async def _until_ready(api: Api, namespace: str, pod_name: str) -> None:
+    async def is_there() -> bool:
+        pod = await api.get(POD, namespace, pod_name)
+        return pod is not None and is_ready(pod)
+
+    await eventually(is_there)
 
 
 def _trainer() -> Any:

@@ -73,27 +73,36 @@ class Kubelet:
                     raise
             await asyncio.sleep(PLAY_SECONDS)
 
-    async def fail(self, pod_name: str, exit_code: int, message: str = "") -> None:
+    async def fail(self, pod_name: str, exit_code: int, message: str = "", *, is_evicted: bool = False) -> None:
         """Make the container of a Job's pod fail, and with it the Job."""
         pod = await self._api.get(POD, self._namespace, pod_name)
         assert pod is not None
         ended = {"exitCode": exit_code, "message": message, "reason": "Error"}
         container = {**_container("nexrl"), "ready": False, "state": {"terminated": ended}}
-        await self._set_status(POD, pod_name, {"phase": "Failed", "containerStatuses": [container], "conditions": []})
-        job = pod["metadata"]["labels"]["batch.kubernetes.io/job-name"]
+        conditions = [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}] * is_evicted
+        await self._set_status(
+            POD, pod_name, {"phase": "Failed", "containerStatuses": [container], "conditions": conditions}
+        )
+        await self.fail_job(pod["metadata"]["labels"]["batch.kubernetes.io/job-name"])
+
+    async def fail_job(self, job: str) -> None:
+        """Make a Job fail, whatever its pod does."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         failed = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("FailureTarget", "Failed")]
         await self._set_status(JOB, job, {"conditions": failed, "failed": 1, "startTime": now})
 
     async def _round(self) -> None:
         wanted: dict[str, Object] = {}
+        ended: set[str] = set()
+        """Pods of Jobs that have ended: they stay, and are not created again."""
         for kind in (DEPLOYMENT, STATEFUL_SET, JOB):
             for item in (await self._api.list(kind, self._namespace))["items"]:
                 wanted |= _pods(kind, item)
+                ended |= _pods(kind, item).keys() if kind is JOB and item["status"].get("conditions") else set()
         pods = {pod["metadata"]["name"]: pod for pod in (await self._api.list(POD, self._namespace))["items"]}
         for name in pods.keys() - wanted.keys():
             await self._api.delete(POD, self._namespace, name)
-        for name in wanted.keys() - pods.keys():
+        for name in wanted.keys() - pods.keys() - ended:
             await self._api.create(wanted[name])
         if self.is_ready:
             for name in wanted.keys() & pods.keys():
@@ -160,6 +169,7 @@ class Services:
     def __init__(self) -> None:
         self.controllers: dict[Key, Controller] = {}
         self._addresses: dict[Key, str] = {}
+        self._stores: dict[Key, _Memory] = {}
 
     def connect(self, key: Key, component: str) -> grpc.aio.Channel:
         """Return a channel to the services of an experiment."""
@@ -167,9 +177,11 @@ class Services:
 
     @asynccontextmanager
     async def serving(self, document: Object) -> AsyncIterator[Controller]:
-        """Run the controller of an experiment while the block runs."""
+        """Run the controller of an experiment while the block runs. A later one continues from its state."""
         experiment = Experiment.model_validate_json(json.dumps(document))
-        controller = Controller(experiment, _Memory(), [], time.time)  # type: ignore[arg-type]  # it has the methods that Controller calls
+        key = document["metadata"]["namespace"], document["metadata"]["name"]
+        store = self._stores.setdefault(key, _Memory())
+        controller = Controller(experiment, store, [], time.time)  # type: ignore[arg-type]  # it has the methods that Controller calls
         await controller.start()
         for name in ("trainer", "rollout-0", "inference-0", "weight-sync", "trajectory-pool"):
             await controller.heartbeat(Module(name, name.partition("-")[0]), [])
@@ -177,7 +189,6 @@ class Services:
         add_ControllerServiceServicer_to_server(ControllerServicer(controller), server)
         add_ActivityServiceServicer_to_server(ActivityServicer(controller), server)
         add_TrajectoryPoolServiceServicer_to_server(_Pool(), server)  # type: ignore[arg-type]
-        key = document["metadata"]["namespace"], document["metadata"]["name"]
         self._addresses[key] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         self.controllers[key] = controller
         await server.start()

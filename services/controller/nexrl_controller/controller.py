@@ -66,7 +66,7 @@ class Controller:
         self._store = store
         self._backends = backends
         self._now = now
-        self._state = State(start_unix_seconds=now())
+        self._state = State(start_unix_seconds=now(), generation=experiment.generation)
         self._lock = asyncio.Lock()
         self._changes = Changes()
         self._is_closed = False
@@ -81,8 +81,10 @@ class Controller:
         return self._state
 
     async def start(self) -> None:
-        """Continue from the state that the last controller saved, or begin a new experiment."""
-        self._state = await self._store.load() or self._state
+        """Continue from the state that the last controller saved, resume the experiment, or begin a new one."""
+        saved, new = await self._store.load(), self._state
+        if saved is not None:
+            self._state = saved if saved.generation == new.generation else saved.resumed(new)
         await self.apply(Started(self._is_suspended))
         self._show()
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Protocol
 
-from nexrl.errors import InvalidArgumentError, LeaseLostError, UnavailableError
+from nexrl.errors import InvalidArgumentError
+from nexrl.restarts import action_after, backoff_seconds
 from nexrl_controller.attempts import Count, FailedAttempt, is_reported, moved, reaches, report
 from nexrl_controller.error_log import Severity
 from nexrl_controller.state import ExitRecord, IllegalTransitionError, Phase, Rules, State, Verdict
@@ -17,12 +18,8 @@ TRAINING_COMPLETE = "training_complete"
 """The trainer posts a metric of this name when its last checkpoint is written."""
 CHECKPOINTED_STEPS = "checkpointed_steps"
 """The trainer posts a metric of this name with each step: how many steps its newest checkpoint contains."""
-UNCOUNTED_EXITS = (UnavailableError.exit_code, LeaseLostError.exit_code)
-"""A peer such as Redis is unreachable, or Redis has lost its last writes. A restart after these is not counted."""
 
 STALLED = "Stalled"
-FIRST_BACKOFF_SECONDS = 0.5
-MAX_BACKOFF_SECONDS = 30.0
 MAX_METRICS = 1000
 MAX_LOG_LINES = 20
 MAX_LOG_CHARACTERS = 4000
@@ -165,18 +162,22 @@ class ComponentExited:
             return state
         if state.outcome is not None or state.is_suspended or (state.is_trained and self.exit_code == 0):
             return self._recorded(state, last, Verdict(restart=False))
-        if self.exit_code == InvalidArgumentError.exit_code:
+        policy = rules.failure_policy
+        action = action_after(policy, self.component, self.exit_code)
+        if action == "Fail" and self.exit_code == InvalidArgumentError.exit_code:
             why = "its configuration is wrong, so it is not restarted"
             return self._failed(state, last, "BadConfiguration", why)
+        if action == "Fail":
+            return self._failed(state, last, "ComponentFailed", "failurePolicy.rules says Fail for this exit code")
         if state.checkpointed_steps > last.checkpointed_steps:
             last = replace(last, checkpointed_steps=state.checkpointed_steps, counted=0)
-        if self.exit_code in UNCOUNTED_EXITS:
+        if action == "Ignore":
             return self._restarted(state, last, "a restart after this exit code is not counted")
-        if last.counted >= rules.max_restarts:
+        if last.counted >= policy.max_restarts:
             limit = f"{last.counted} times without a new checkpoint, the limit of failurePolicy.maxRestarts"
             return self._failed(state, last, "ComponentFailed", f"it was restarted {limit}")
         last = replace(last, counted=last.counted + 1)
-        return self._restarted(state, last, f"restart {last.counted} of {rules.max_restarts} without a new checkpoint")
+        return self._restarted(state, last, f"restart {last.counted} of {policy.max_restarts} without a new checkpoint")
 
     def _recorded(self, state: State, last: ExitRecord, verdict: Verdict) -> State:
         record = replace(last, request_id=self.request_id, verdict=verdict)
@@ -285,11 +286,6 @@ class ComponentsStopped:
     def after(self, state: State, rules: Rules) -> State:
         _require(state.outcome is not None, state, self)
         return replace(state, has_ended=True)
-
-
-def backoff_seconds(in_a_row: int) -> float:
-    """Seconds to wait before restart number `in_a_row` of a component without a heartbeat in between; counts from 1."""
-    return min(FIRST_BACKOFF_SECONDS * 2.0 ** min(in_a_row - 1, 16), MAX_BACKOFF_SECONDS)
 
 
 def _require(condition: bool, state: State, event: Event) -> None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from nexrl.errors import FailedPreconditionError
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.monitor import FailurePolicySpec
 from nexrl_controller.attempts import Window
 from nexrl_controller.error_log import Severity
 
@@ -62,8 +63,8 @@ class Rules:
     """Optimizer steps after which training is finished."""
     validates: bool
     """Whether the last version must have been validated."""
-    max_restarts: int
-    """Restarts of each component without a new checkpoint before the experiment fails."""
+    failure_policy: FailurePolicySpec
+    """What the exit of a component leads to."""
     stop_severity: Severity | None
     """Lowest severity of an error that ends the experiment; None for never."""
     failure_window: int
@@ -80,7 +81,7 @@ class Rules:
         return Rules(
             total_steps=spec.trainer.steps,
             validates=spec.validation is not None,
-            max_restarts=spec.failure_policy.max_restarts,
+            failure_policy=spec.failure_policy,
             stop_severity=stop_severity,
             # Twice those in flight: a wave of attempts that fail together, such as those that were sampled with a
             # version that Redis lost, must not fill the window.
@@ -109,7 +110,7 @@ class ExitRecord:
     restarts: int = 0
     """Restarts of the component so far."""
     counted: int = 0
-    """Those that count for `max_restarts`: since the newest checkpoint at the last exit."""
+    """Those that count for `failurePolicy.maxRestarts`: since the newest checkpoint at the last exit."""
     checkpointed_steps: int = 0
     """The steps in that checkpoint."""
     in_a_row: int = 0
@@ -155,6 +156,8 @@ class State:
     """Which share of the attempts fails, the last failure and what to do, for people; empty while few fail."""
     has_ended: bool = False
     """True once its components have stopped."""
+    generation: int = 0
+    """`Experiment.generation` when it was started or resumed last."""
 
     @property
     def phase(self) -> Phase:
@@ -175,6 +178,11 @@ class State:
     def restarts(self) -> int:
         """Restarts of all components so far."""
         return sum(record.restarts for record in self.exits.values())
+
+    def resumed(self, new: "State") -> "State":
+        """Return the state after a suspension: with all restarts left, and that of `new` if it had failed."""
+        exits = {name: replace(record, counted=0) for name, record in self.exits.items()}
+        return replace(new if self.outcome is Phase.FAILED else self, generation=new.generation, exits=exits)
 
     def ending(self, outcome: Phase, reason: str, message: str) -> "State":
         """Return the state with its outcome decided. The components stop now."""

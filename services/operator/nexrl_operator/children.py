@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from nexrl.components import COMPONENTS
 from nexrl.spec import Experiment, dump_resolved, with_folder
-from nexrl.spec.experiment import LEDGER_ANNOTATION
+from nexrl.spec.experiment import GENERATION_ANNOTATION, LEDGER_ANNOTATION
 from nexrl_operator.network_policy import network_policy
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
@@ -30,6 +30,8 @@ class Renderer:
     settings: OperatorSettings
     max_rollouts: int | None = None
     """The number of rollouts that a queue has admitted; None without a queue."""
+    generation: int = 0
+    """`metadata.generation` of the experiment."""
 
     def foundation(self) -> list[Object]:
         """Return the objects that outlive all pods: configuration, volume, Services, network policy.
@@ -45,9 +47,8 @@ class Renderer:
         """Return the resolved experiment and the user's modules."""
         experiment = self.experiment
         code = experiment.spec.code
-        metadata = experiment.metadata.model_copy(
-            update={"annotations": {LEDGER_ANNOTATION: self.owner.ledger}, "labels": {}}
-        )
+        annotations = {LEDGER_ANNOTATION: self.owner.ledger, GENERATION_ANNOTATION: str(self.generation)}
+        metadata = experiment.metadata.model_copy(update={"annotations": annotations, "labels": {}})
         spec = experiment.spec.model_copy(update={"code": {}, "suspend": False})
         resolved = with_folder(experiment.model_copy(update={"metadata": metadata, "spec": spec}), EXPERIMENT_FOLDER)
         item = self.owner.new_object("v1", "ConfigMap", "experiment", "experiment")

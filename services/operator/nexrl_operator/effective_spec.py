@@ -40,4 +40,4 @@ def _renderer(observed: Observed, spec: Object, settings: OperatorSettings) -> R
     owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
     admission = observed.admission if queue_of(resource) else None
     max_rollouts = admitted_counts(admission).get("rollout", 0) if admission else None
-    return Renderer(owner, experiment, settings, max_rollouts)
+    return Renderer(owner, experiment, settings, max_rollouts, metadata.get("generation", 0))

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from nexrl.errors import UnavailableError
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
     COMPONENT_LABEL,
@@ -141,22 +140,26 @@ class Observed:
             if ended:
                 return _exit(uid, "trainer", ended)
         is_complete = condition(job, "Complete").get("status") == "True"
-        return Exit(uid, "trainer", 0 if is_complete else -9, "its pod is gone")
+        return Exit(uid, "trainer", 0 if is_complete else -9, "its pod has no exit code")
 
     def is_disrupted(self, job: Object) -> bool:
-        """Return whether a Job ended because its pod was evicted, for a node drain or a pod of higher priority."""
-        return attempt_of(job) == self.disrupted_attempt
+        """Return whether a Job ended because its pod was evicted or deleted."""
+        # A pod that ends by itself stays as long as its Job does.
+        is_gone = condition(job, "Complete").get("status") != "True" and not any(self._pods_of(job))
+        return is_gone or attempt_of(job) == self.disrupted_attempt
 
     @property
     def disrupted_attempt(self) -> int:
-        """The number of the last trainer Job with an evicted pod, which may be deleted by now; 0 for none."""
+        """The number of the last trainer Job with an evicted or deleted pod, which may be gone by now; 0 for none."""
         now = [attempt_of(job) for job in self.workloads("trainer") if any(map(is_disrupted, self._pods_of(job)))]
         return max([*now, int(self.status.get("disruptedAttempt", 0))])
 
-    def controller_ends(self) -> tuple[int, str]:
-        """Count the ends of the controller's container, except those without Redis. Also return the end of its log."""
-        containers = [each for each in map(_container, self.living("controller")) if not _lacks_redis(each)]
-        return max(((each.get("restartCount", 0), _last_words(each)) for each in containers), default=(0, ""))
+    def controller_ends(self) -> tuple[int, Exit]:
+        """Count the ends of the controller's container. Also return the newest."""
+        containers = map(_container, self.living("controller"))
+        newest = max(containers, key=lambda each: int(each.get("restartCount", 0)), default={})
+        ended = newest.get("lastState", {}).get("terminated") or {}
+        return newest.get("restartCount", 0), _exit("", "controller", ended)
 
     def trouble(self) -> Trouble | None:
         """Return the first reason found why a pod does not run; None if there is none."""
@@ -195,8 +198,8 @@ def job_of(pod: Object) -> str:
 
 
 def is_disrupted(pod: Object) -> bool:
-    """Return whether a pod was evicted from its node."""
-    return condition(pod, "DisruptionTarget").get("status") == "True"
+    """Return whether a pod was evicted from its node, or was deleted."""
+    return is_deleted(pod) or condition(pod, "DisruptionTarget").get("status") == "True"
 
 
 def attempt_of(item: Object) -> int:
@@ -264,11 +267,6 @@ def _container(pod: Object) -> Mapping[str, Any]:
 def _exit(request_id: str, component: str, ended: Mapping[str, Any]) -> Exit:
     code = int(ended.get("exitCode", 0))
     return Exit(request_id, component, 128 - code if code > 128 else code, _words(ended))
-
-
-def _lacks_redis(container: Mapping[str, Any]) -> bool:
-    ended = container.get("lastState", {}).get("terminated") or {}
-    return bool(ended.get("exitCode") == UnavailableError.exit_code)
 
 
 def _last_words(container: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from enum import Enum
 from itertools import takewhile
 
 from nexrl.components import BY_NAME, stop_waves
+from nexrl.restarts import action_after
 from nexrl.spec.marks import may_change
 from nexrl.spec.section import ROLLING
 from nexrl_operator.children import Renderer
@@ -66,7 +67,7 @@ def soonest(*delays: float | None) -> float | None:
 
 def stage_of(observed: Observed, renderer: Renderer) -> Stage:
     """Return what the experiment is about to do."""
-    if is_finished(observed.status):
+    if is_finished(observed.status, is_suspended=renderer.experiment.spec.suspend):
         return Stage.CLEAR
     if renderer.experiment.spec.suspend:
         return Stage.PAUSE
@@ -184,9 +185,11 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
         trouble = observed.trouble()
         why = f": {trouble.message}" if trouble else ""
         return "StartupDeadlineExceeded", f"it did not train within {limit} s, spec.startupDeadlineSeconds{why}"
-    ends, last_words = observed.controller_ends()
-    if ends > spec.failure_policy.max_restarts:
-        return "RestartsExhausted", f"the controller ended {ends} times. Last lines of its log:\n{last_words}"
+    ends, newest = observed.controller_ends()
+    action = action_after(spec.failure_policy, newest.component, newest.exit_code)
+    if ends and (action == "Fail" or (action == "Count" and ends > spec.failure_policy.max_restarts)):
+        told = f"the controller ended {ends} times, the last time with exit code {newest.exit_code}"
+        return "RestartsExhausted", f"{told}. Last lines of its log:\n{newest.log_tail}"
     return None
 
 

@@ -23,6 +23,11 @@ SHOWN_METRICS = (
     *("truncated_fraction", "zero_variance_group_fraction", "val/reward", "val/exact"),
 )
 MAX_MESSAGE = 4000
+TO_RESUME = (
+    "\nTo start it again from its newest checkpoint, correct the cause, then: `nexrl resume {name}`, or set "
+    "spec.suspend to true and, when the phase is Suspended, to false"
+)
+"""End of the message of every failure."""
 STALLED = "Stalled"
 """The controller's reason while no component makes progress."""
 
@@ -45,14 +50,15 @@ class Verdict:
     audit: Mapping[str, int | str] | None = None
 
 
-def is_finished(status: Mapping[str, Any]) -> bool:
-    """Return whether the experiment has ended."""
-    return any(condition({"status": status}, kind).get("status") == "True" for kind in ("Complete", "Failed"))
+def is_finished(status: Mapping[str, Any], *, is_suspended: bool) -> bool:
+    """Return whether the experiment has ended. One that has failed and is then suspended has not: it can be resumed."""
+    kinds = ("Complete",) if is_suspended else ("Complete", "Failed")
+    return any(condition({"status": status}, kind).get("status") == "True" for kind in kinds)
 
 
 def rejected(observed: Observed, reason: str, message: str) -> dict[str, Any]:
     """Return the status of an experiment that cannot be rendered: the old status with the reason."""
-    if is_finished(observed.status):
+    if is_finished(observed.status, is_suspended=False):
         return dict(observed.status)
     generation = observed.resource["metadata"].get("generation", 0)
     found = [
@@ -102,10 +108,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
         ],
     }
     return (
-        status
-        | _times(observed, now, spec.suspend or verdict.is_queued, by_type)
-        | _progress(observed)
-        | _audit(observed, verdict)
+        status | _times(observed, now, spec, verdict, by_type) | _progress(observed) | _audit(observed, spec, verdict)
     )
 
 
@@ -139,6 +142,7 @@ _Condition = tuple[str, str, str, str]
 
 def _conditions(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iterator[_Condition]:
     spec = renderer.experiment.spec
+    has_ended = is_finished(observed.status, is_suspended=spec.suspend)
     is_accepted = verdict.accepted == "Accepted"
     yield "Accepted", _word(is_accepted), verdict.accepted, verdict.accepted_message
     desired = renderer.replicas()
@@ -156,7 +160,7 @@ def _conditions(observed: Observed, renderer: Renderer, verdict: Verdict) -> Ite
             if observed.ready(name) < desired.get(name, 0)
         }
         missing |= late
-        reason = "PodsReady" if not late else "Finished" if is_finished(observed.status) else "PodsNotReady"
+        reason = "PodsReady" if not late else "Finished" if has_ended else "PodsNotReady"
         yield kind, _word(not late), reason, ", ".join(late.values()) or "all pods are ready"
     yield _ready(observed, spec, verdict, missing)
     is_suspended = spec.suspend and not observed.living(*BY_NAME)
@@ -168,7 +172,7 @@ def _conditions(observed: Observed, renderer: Renderer, verdict: Verdict) -> Ite
     if verdict.pending_change:
         message = f"{verdict.pending_change}; it takes effect after a suspension"
         yield "SpecChangePending", "True", "NotSuspended", message
-    yield from _outcome(observed, verdict)
+    yield from _outcome(observed, spec, verdict)
 
 
 def _admission(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iterator[_Condition]:
@@ -190,7 +194,7 @@ def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: 
     seen, trouble = observed.seen, observed.trouble()
     if verdict.accepted != "Accepted":
         return "Ready", "False", verdict.accepted, verdict.accepted_message
-    if is_finished(observed.status):
+    if is_finished(observed.status, is_suspended=spec.suspend):
         outcome = condition(observed.resource, "Failed") or condition(observed.resource, "Complete")
         return "Ready", "False", outcome["reason"], outcome["message"]
     if spec.suspend:
@@ -233,24 +237,29 @@ def _failing_samples(observed: Observed) -> Iterator[_Condition]:
         yield "SamplesFailing", "True", "AttemptsFailed", told
 
 
-def _outcome(observed: Observed, verdict: Verdict) -> Iterator[_Condition]:
-    if is_finished(observed.status):
+def _outcome(observed: Observed, spec: ExperimentSpec, verdict: Verdict) -> Iterator[_Condition]:
+    if is_finished(observed.status, is_suspended=spec.suspend):
         for kind in ("Complete", "Failed"):
             if old := condition(observed.resource, kind):
                 yield kind, old["status"], old["reason"], old["message"]
         return
-    seen = observed.seen
-    if verdict.failed is not None:
-        yield "Failed", "True", *verdict.failed
-    elif seen is not None and seen.has_ended and not observed.living(*(set(BY_NAME) - {"controller"})):
-        yield "Complete" if seen.phase == "Succeeded" else "Failed", "True", seen.reason or seen.phase, seen.message
+    seen, failed = observed.seen, verdict.failed
+    if seen is not None and seen.has_ended and not observed.living(*(set(BY_NAME) - {"controller"})):
+        if seen.phase == "Succeeded":
+            yield "Complete", "True", seen.reason or seen.phase, seen.message
+            return
+        failed = failed or (seen.reason or seen.phase, seen.message)
+    if failed is not None and not spec.suspend:
+        (reason, message), remedy = failed, TO_RESUME.format(name=observed.resource["metadata"]["name"])
+        yield "Failed", "True", reason, f"{message[: MAX_MESSAGE - len(remedy)]}{remedy}"
 
 
 def _times(
-    observed: Observed, phase: str, is_resting: bool, conditions: Mapping[str, Mapping[str, Any]]
+    observed: Observed, phase: str, spec: ExperimentSpec, verdict: Verdict, conditions: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     old, times = observed.status, {}
-    if not is_resting or is_finished(old):
+    is_resting = spec.suspend or verdict.is_queued
+    if not is_resting or is_finished(old, is_suspended=spec.suspend):
         times["startTime"] = old.get("startTime") or rfc3339(observed.now)
         if phase == "Running" or "trainingTime" in old:
             times["trainingTime"] = old.get("trainingTime") or rfc3339(observed.now)
@@ -279,8 +288,10 @@ def _progress(observed: Observed) -> dict[str, Any]:
     return {"progress": {**new, "lastUpdateTime": rfc3339(observed.now)}}
 
 
-def _audit(observed: Observed, verdict: Verdict) -> dict[str, Any]:
-    audit = verdict.audit or observed.status.get("audit")
+def _audit(observed: Observed, spec: ExperimentSpec, verdict: Verdict) -> dict[str, Any]:
+    # The final audit of a failure is not that of the resumed experiment.
+    is_resumed = spec.suspend and condition(observed.resource, "Failed")
+    audit = verdict.audit or (None if is_resumed else observed.status.get("audit"))
     return {"audit": dict(audit)} if audit else {}
 
 

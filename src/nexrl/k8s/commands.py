@@ -102,26 +102,42 @@ async def print_logs(target: Target, component: str, *, follows: bool) -> None:
         await asyncio.gather(*map(copy, pods))
 
 
-async def suspend(target: Target, *, is_suspended: bool) -> None:
-    """Set spec.suspend, print the progress, and wait until all pods are gone or until training continues.
+async def suspend(target: Target) -> None:
+    """Suspend an experiment, print the progress, and wait until all pods are gone.
 
-    Raises FailedPreconditionError if the experiment has ended, and DeadlineExceededError after SUSPEND_SECONDS.
+    Raises FailedPreconditionError if the experiment has succeeded, and DeadlineExceededError after SUSPEND_SECONDS.
     """
     async with _cluster(target.namespace) as (api, namespace):
-        await api.merge(EXPERIMENT, namespace, target.name, {"spec": {"suspend": is_suspended}})
-        wanted = "Suspended" if is_suspended else "Running"
-        ends = wanted, "Succeeded", "Failed"
-        why = f"not {wanted} within {SUSPEND_SECONDS:g} s; the operator continues"
-        async with _time_limit(SUSPEND_SECONDS, f"{target.name}: {why}"):
-            status = await _wait_for_status(
-                api, namespace, target.name, lambda status: status.get("phase") in ends, _print
-            )
+        await _suspend(api, namespace, target.name, is_suspended=True)
+    _print(f"{target.name}: suspended; continue with nexrl resume {target.name}")
+
+
+async def resume(target: Target) -> None:
+    """Resume an experiment that is suspended or has failed, print the progress, and wait until it trains.
+
+    Raises FailedPreconditionError if the experiment ends, and DeadlineExceededError after SUSPEND_SECONDS.
+    """
+    async with _cluster(target.namespace) as (api, namespace):
+        found = await _get(api, namespace, target.name)
+        if found.get("status", {}).get("phase") == "Failed":  # a suspension takes it out of this phase
+            await _suspend(api, namespace, target.name, is_suspended=True)
+        await _suspend(api, namespace, target.name, is_suspended=False)
+    _print(f"{target.name}: running again")
+
+
+async def _suspend(api: Api, namespace: str, name: str, *, is_suspended: bool) -> None:
+    """Set spec.suspend, and wait until it has taken effect."""
+    await api.merge(EXPERIMENT, namespace, name, {"spec": {"suspend": is_suspended}})
+    wanted = "Suspended" if is_suspended else "Running"
+    ends = wanted, "Succeeded", "Failed"
+    why = f"not {wanted} within {SUSPEND_SECONDS:g} s; the operator continues"
+    async with _time_limit(SUSPEND_SECONDS, f"{name}: {why}"):
+        status = await _wait_for_status(api, namespace, name, lambda status: status.get("phase") in ends, _print)
     if status["phase"] != wanted:
         reasons = [
             f"{each['reason']}: {each['message']}" for each in status.get("conditions", []) if each["type"] == "Failed"
         ]
-        raise FailedPreconditionError(f"{target.name}: it has ended ({', '.join([status['phase'], *reasons])})")
-    _print(f"{target.name}: {'suspended; continue with nexrl resume' if is_suspended else 'running again'}")
+        raise FailedPreconditionError(f"{name}: it has ended ({', '.join([status['phase'], *reasons])})")
 
 
 async def delete(target: Target) -> None:

@@ -32,7 +32,6 @@ class Child:
     def __init__(self, command: Command, logs: Path) -> None:
         self.command = command
         self.log = logs / f"{command.name}.log"
-        self.starts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._spawning = asyncio.Lock()
 
@@ -50,7 +49,6 @@ class Child:
         """Start the process and wait for its end; returns the exit code, negative for a signal."""
         async with self._spawning:
             self._process = await self._spawn()
-        self.starts += 1
         return await self._process.wait()
 
     async def stop(self, grace_seconds: float) -> None:

@@ -25,11 +25,13 @@ from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.ownership import owned
 from nexrl.local.report import Ending, write_report
+from nexrl.local.restart_budget import RestartBudget
 from nexrl.local.run_folder import RunFolder, checkpoints_of, endpoint
 from nexrl.local.view import RunView, phase_name
 from nexrl.rpc.client import call, connect, new_request_id, watch
 from nexrl.run_layout import CHECKPOINT_PREFIX, ENDPOINTS_FILE
 from nexrl.spec import Experiment, load_experiment
+from nexrl.spec.trainer import ResumeFromPath, ResumeSpec
 from nexrl.store import connect_redis, key_prefix
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
@@ -51,7 +53,6 @@ CORE = ("controller", "redis")
 COMPONENT_WAVES = tuple(tuple(wave) for wave in stop_waves() if wave != ["controller"])
 CORE_WAVES = tuple((name,) for name in CORE)
 """Stopped after the components, in this order."""
-CONFIGURATION_EXITS = (2, 4)
 INTERRUPTED_EXIT = 130
 
 TERMINAL = {pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_SUSPENDED}
@@ -72,14 +73,16 @@ def run_experiment(path: Path, overrides: Sequence[str], options: RunOptions) ->
     Raises SpecError and other NexrlErrors if it cannot start, TrainingFailedError if it fails.
     """
     experiment = load_experiment(path, overrides)
-    return asyncio.run(_run(experiment, options, resume_command(path, overrides, options)))
+    return asyncio.run(_run(experiment, options, resume_command(path, overrides, options, experiment.spec.resume)))
 
 
-def resume_command(path: Path, overrides: Sequence[str], options: RunOptions) -> str:
-    """Return the command that resumes a run which was started with these arguments."""
-    kept = [override for override in overrides if not override.startswith("resume.")]
+def resume_command(path: Path, overrides: Sequence[str], options: RunOptions, resume: ResumeSpec) -> str:
+    """Return the command that resumes a run which was started with these arguments, from the start `resume`."""
+    kept = [override for override in overrides if not override.startswith(("resume.", "resume="))]
+    # The file may have resume.path, which mode auto does not allow.
+    auto = "resume={mode: auto}" if isinstance(resume, ResumeFromPath) else "resume.mode=auto"
     root = [] if options.root == RunOptions.root else ["--root", str(options.root)]
-    return shlex.join(["nexrl", "run", str(path), *kept, "resume.mode=auto", *root])
+    return shlex.join(["nexrl", "run", str(path), *kept, auto, *root])
 
 
 async def _run(experiment: Experiment, options: RunOptions, to_resume: str) -> int:
@@ -160,6 +163,10 @@ class Launcher:
         self._ended = asyncio.Event()
         """Set when the controller has reported the end, or the launcher no longer waits for it: CORE may stop."""
         self._interrupted = asyncio.Event()
+        policy, health = experiment.spec.failure_policy, experiment.spec.monitor.health
+        self._budgets = {name: RestartBudget(name, policy, health.stall_deadline_seconds) for name in CORE}
+        self._step = 0
+        """The newest training step that the controller has reported."""
         self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> pb.Experiment | None:
@@ -206,6 +213,7 @@ class Launcher:
         stub = ControllerServiceStub(controller)
         async for message in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
             view.show(message.experiment)
+            self._step = max(self._step, message.experiment.progress.step)
             if message.experiment.phase in TERMINAL:
                 return message.experiment
             if message.experiment.phase == pb.PHASE_STOPPING and not self._stopping.is_set():
@@ -239,10 +247,12 @@ class Launcher:
     async def _verdict(self, child: Child, code: int, controller: grpc.aio.Channel) -> float | None:
         """Seconds until the child restarts; None if it does not."""
         if child.name in CORE:
-            if code not in CONFIGURATION_EXITS and child.starts <= self.experiment.spec.failure_policy.max_restarts:
-                return 0.2
-            self._fail("RestartsExhausted", f"{child.name} ended with code {code}: {child.last_words()}")
-            return None
+            budget = self._budgets[child.name]
+            delay_seconds = budget.pause_seconds(code, self._step, time.monotonic())
+            if delay_seconds is None:
+                told = f"{child.name} ended with code {code} after {budget.restarts} restarts without a new step"
+                self._fail("RestartsExhausted", f"{told}: {child.last_words()}")
+            return delay_seconds
         request = pb.ReportExitRequest(
             request_id=new_request_id(), component=child.name, exit_code=code, log_tail=child.last_words()
         )

@@ -32,6 +32,9 @@ FOLDER_ANNOTATION = "nexrl.dev/folder"
 LEDGER_ANNOTATION = "nexrl.dev/ledger"
 """Annotation with the name of the experiment's keys in Redis, if that is not `metadata.name`: two namespaces may have
 experiments of the same name."""
+GENERATION_ANNOTATION = "nexrl.dev/generation"
+"""Annotation with the `metadata.generation` at which an experiment on a cluster was started. If it differs from the
+last one, the experiment was suspended and resumed: both change the spec."""
 
 
 class Metadata(Section):
@@ -190,6 +193,11 @@ class Experiment(Section):
     def ledger(self) -> str:
         """The name in the experiment's keys in Redis."""
         return self.metadata.annotations.get(LEDGER_ANNOTATION, self.metadata.name)
+
+    @property
+    def generation(self) -> int:
+        """The generation of its object on a cluster when it was started or resumed; 0 on one machine."""
+        return int(self.metadata.annotations.get(GENERATION_ANNOTATION, 0))
 
     @property
     def folder(self) -> Path:

@@ -1,6 +1,6 @@
 """`spec.logger`, `spec.monitor` and `spec.failurePolicy`: where metrics go, and what errors lead to."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -57,6 +57,18 @@ class MonitorSpec(Section):
     health: HealthMonitorSpec = Field(default_factory=HealthMonitorSpec, description="Heartbeats.")
 
 
+class FailureRule(Section):
+    """What an exit of a process leads to."""
+
+    exit_codes: tuple[Annotated[int, Field(ge=-64, le=255)], ...] = Field(
+        min_length=1, max_length=32, description="Exit codes; -9 is the signal SIGKILL."
+    )
+    action: Literal["Fail", "Ignore", "Count"] = Field(description="What follows.")
+    components: tuple[
+        Literal["controller", "trajectory-pool", "weight-sync", "trainer", "inference", "rollout"], ...
+    ] = Field(default=(), max_length=6, description="Components whose processes it applies to; none = all.")
+
+
 class FailurePolicySpec(Section):
     """How often components are restarted."""
 
@@ -65,5 +77,14 @@ class FailurePolicySpec(Section):
         ge=0,
         le=1000,
         description="Restarts of each component before the experiment fails. The count returns to 0 with each new "
-        "checkpoint. Exit codes 6 and 8 (a peer is unreachable, or Redis lost its last writes) are not counted.",
+        "checkpoint; on one machine, that of the controller and of Redis with each new step. Exit codes 6 and 8 (a "
+        "peer is unreachable, or Redis lost its last writes) are not counted.",
+    )
+    rules: tuple[FailureRule, ...] = Field(
+        default=(),
+        max_length=16,
+        description="What an exit leads to. The first rule decides that has its exit code (-9: SIGKILL) and its "
+        "component (no components: every one). Fail: the experiment fails; Ignore: a restart that is not counted; "
+        "Count: a restart up to maxRestarts. Exits without a rule: 2 Fail, 6 and 8 Ignore, all others Count. See "
+        "docs/exit-codes.md.",
     )

@@ -79,7 +79,7 @@ STATUS_SCHEMA: dict[str, Any] = {
         "trainerAttempt": {**_COUNT, "description": "Number of the newest trainer Job."},
         "disruptedAttempt": {
             **_COUNT,
-            "description": "Number of the last attempt whose pod was evicted from its node; 0: none.",
+            "description": "Number of the last attempt whose pod was evicted or deleted; 0: none.",
         },
         "rollout": {
             "type": "object",

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from nexrl.errors import InvalidArgumentError, Violation
 from nexrl.spec.choices import Node, foreign_keys, wrong_tags
-from nexrl.spec.schema import SchemaView, all_keys, schema_view
+from nexrl.spec.schema import SchemaView, all_keys, schema_view, value_at
 
 SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=password=)[^&\s\"]+")
 """Secrets that a URL may contain. No message repeats them."""
@@ -64,7 +64,7 @@ def _follows_from_a_wrong_tag(path: _Path, document: Mapping[str, object], view:
 
 def _at(document: object, path: _Path) -> object:
     for part in path:
-        document = document.get(part) if isinstance(document, Mapping) else None
+        document = value_at(document, part)
     return document
 
 

@@ -1,11 +1,13 @@
 """The table of components: variables, threads, access to Redis, order of stopping."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from nexrl.components import BY_NAME, COMPONENTS, Wiring, stop_waves
+from nexrl.components import BY_NAME, COMPONENTS, Wiring, component_of, stop_waves
 from nexrl.spec import Experiment
+from nexrl.spec.monitor import FailureRule
 
 WIRING = Wiring(Path("/x/experiment.yaml"), Path("/x"), "controller:1", "pool:2", "sync:3", "redis://r:4", True)
 
@@ -15,6 +17,19 @@ def experiment() -> Experiment:
     spec = {"model": {"path": "x"}, "data": {"type": "mock"}, "trainer": {"steps": 1, "threads": 3}}
     document = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": "test"}, "spec": spec}
     return Experiment.model_validate(document)
+
+
+def test_a_process_names_its_component() -> None:
+    named = {
+        **{"trainer": "trainer", "rollout-12": "rollout", "x-trajectory-pool-5d9c7-x2k4f": "trajectory-pool"},
+        **{"my-trainer-trajectory-pool-5d9c7-x2k4f": "trajectory-pool", "redis": "", "trainers": ""},
+    }
+    assert {instance: component_of(instance) for instance in named} == named
+
+
+def test_a_failure_rule_may_name_every_component_and_nothing_else() -> None:
+    names = get_args(get_args(FailureRule.model_fields["components"].annotation)[0])
+    assert set(names) == set(BY_NAME)
 
 
 def test_a_component_stops_before_those_it_needs_to_end_well() -> None:

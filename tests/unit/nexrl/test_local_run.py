@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,9 +25,12 @@ from nexrl.local.report import Ending, samples_per_second, summarize, write_repo
 from nexrl.local.run_folder import RunFolder, is_running
 from nexrl.local.status import ending_of, print_status
 from nexrl.local.view import RunView
+from nexrl.spec import load_experiment, yaml_core
+from nexrl.spec.trainer import AutoResume, NoResume
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1.trajectory_pool_service_pb2 import PoolState
+from tests.support.kubelet import experiment_object
 from tests.support.services import small_experiment
 
 SCRATCH = {"alphabet": "0123456789", "hiddenSize": 16, "layers": 1, "heads": 2, "maxPositions": 32}
@@ -63,7 +67,7 @@ async def test_a_childs_exit_code_and_log_are_kept_and_it_can_be_started_again(t
     script = "import os; print('line of', os.environ['WHO']); raise SystemExit(3)"
     child = Child(Command("rollout-0", [sys.executable, "-c", script], {"WHO": "me"}), tmp_path)
     assert [await child.run(), await child.run()] == [3, 3]
-    assert (child.starts, child.pid) == (2, None)
+    assert child.pid is None
     assert child.last_words() == "line of me\nline of me"
     await child.stop(1.0)
 
@@ -256,10 +260,20 @@ async def test_the_status_of_a_run_that_is_not_on_is_told_at_once(
 
 def test_what_resumes_a_run_is_how_it_was_started_and_resume_mode_auto() -> None:
     overrides = ["trainer.steps=5", "data.path=my tasks.jsonl", "resume.mode=disable"]
-    assert resume_command(Path("a.yaml"), overrides, RunOptions(Path("/tmp/r"))) == (
+    assert resume_command(Path("a.yaml"), overrides, RunOptions(Path("/tmp/r")), NoResume()) == (
         "nexrl run a.yaml trainer.steps=5 'data.path=my tasks.jsonl' resume.mode=auto --root /tmp/r"
     )
-    assert resume_command(Path("a.yaml"), [], RunOptions()) == "nexrl run a.yaml resume.mode=auto"
+    assert resume_command(Path("a.yaml"), [], RunOptions(), NoResume()) == "nexrl run a.yaml resume.mode=auto"
+
+
+def test_what_resumes_a_run_that_began_from_a_checkpoint_is_no_spec_that_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "global_step_3").mkdir()
+    start = {"mode": "from_path", "path": str(tmp_path / "global_step_3")}
+    file = tmp_path / "a.yaml"
+    file.write_text(yaml_core.dump(experiment_object("a", resume=start)))
+    began = load_experiment(file).spec.resume
+    *_, override = shlex.split(resume_command(file, ["resume={mode: disable}"], RunOptions(), began))
+    assert load_experiment(file, [override]).spec.resume == AutoResume(mode="auto")
 
 
 def test_lines_of_a_run_tell_of_trouble_only_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:

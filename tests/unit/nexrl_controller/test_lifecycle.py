@@ -181,6 +181,29 @@ def test_a_wrong_configuration_is_never_tried_again() -> None:
     assert "no such folder" in state.message
 
 
+def test_the_first_rule_for_exit_code_and_component_decides_what_an_exit_leads_to() -> None:
+    policy = {
+        "maxRestarts": 0,
+        "rules": [
+            {"exitCodes": [10, -9], "action": "Ignore", "components": ["rollout", "trajectory-pool"]},
+            {"exitCodes": [-9, 6], "action": "Fail"},
+            {"exitCodes": [2], "action": "Count"},
+        ],
+    }
+    phases = {
+        (component, exit_code): after(*RUNNING, exited(component, exit_code), under=rules(failurePolicy=policy)).reason
+        for component in ("rollout-1", "x-trajectory-pool-5d9c7-x2k4f", "trainer")
+        for exit_code in (-9, 10, 6, 2, 8)
+    }
+    is_restarted = {key for key, reason in phases.items() if reason == "ComponentExited"}
+    ignored = {(name, code) for name in ("rollout-1", "x-trajectory-pool-5d9c7-x2k4f") for code in (-9, 10)}
+    assert is_restarted == ignored | {(name, 8) for name in ("rollout-1", "x-trajectory-pool-5d9c7-x2k4f", "trainer")}
+    failed = after(*RUNNING, exited("trainer", 6), under=rules(failurePolicy={**policy, "maxRestarts": 3}))
+    assert failed.message.startswith("trainer ended with exit code 6; failurePolicy.rules says Fail for this exit code")
+    counted = after(*RUNNING, exited("trainer", 2), under=rules(failurePolicy={**policy, "maxRestarts": 1}))
+    assert counted.message.endswith("restart 1 of 1 without a new checkpoint")
+
+
 def test_a_repeated_report_of_an_exit_changes_nothing() -> None:
     state = after(*RUNNING, exited())
     assert after(exited(), state=state) == state
@@ -250,6 +273,17 @@ def test_a_suspended_experiment_starts_afresh_when_resumed() -> None:
     assert suspended.phase is Phase.SUSPENDED
     resumed = after(START, state=suspended)
     assert (resumed.phase, resumed.policy_version) == (Phase.STARTING, 0)
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_an_experiment_that_is_resumed_has_all_its_restarts_and_begins_anew_if_it_had_failed(has_failed: bool) -> None:
+    broken = after(*RUNNING, MetricsPosted(2, {}), exited(), exited(request_id="e2"))
+    broken = broken.ending(Phase.FAILED, "ComponentFailed", "") if has_failed else broken
+    resumed = broken.resumed(replace(new_state(), generation=3))
+    [record] = resumed.exits.values()
+    assert (record.restarts, record.counted, resumed.generation) == (2, 0, 3)
+    assert resumed.phase is (Phase.PENDING if has_failed else Phase.RESTARTING)
+    assert resumed.step == (0 if has_failed else 2)
 
 
 def test_a_restarted_controller_changes_nothing() -> None:

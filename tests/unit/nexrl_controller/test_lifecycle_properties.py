@@ -106,7 +106,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def restarts_stay_within_the_limit(self) -> None:
-        assert all(record.counted <= RULES.max_restarts for record in self.state.exits.values())
+        assert all(record.counted <= RULES.failure_policy.max_restarts for record in self.state.exits.values())
 
     @invariant()
     def success_means_all_that_it_says(self) -> None:

@@ -1,0 +1,74 @@
+"""Which failures count, and how an experiment that has failed is resumed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nexrl_operator.plan import Stage, make_plan
+from nexrl_operator.status import Verdict, new_status
+from tests.support.observed import RUNNING, observed, pod, renderer
+
+
+def test_a_failed_experiment_that_is_suspended_can_be_resumed_and_one_that_has_succeeded_cannot() -> None:
+    made, paused = renderer(), renderer(suspend=True)
+    ended = replace(RUNNING, phase="Failed", reason="ComponentFailed", message="trainer ended")
+    failed = new_status(observed(made, running=("controller",), seen=ended), made, Verdict(audit={"request": "final"}))
+    assert (failed["phase"], failed["audit"]) == ("Failed", {"request": "final"})
+    # The controller of the failed run is still there and says that it has failed.
+    stopping = observed(paused, running=("controller",), seen=ended, **failed)
+    assert make_plan(stopping, paused).stage is Stage.PAUSE
+    assert new_status(stopping, paused, Verdict())["phase"] == "Suspending"
+    status = new_status(observed(paused, running=(), seen=None, **failed), paused, Verdict())
+    assert (status["phase"], "audit" in status) == ("Suspended", False)
+    assert "Failed" not in {each["type"] for each in status["conditions"]}
+    assert make_plan(observed(made, running=(), seen=None, **status), made).stage is Stage.RUN
+    succeeded = {"conditions": [{"type": "Complete", "status": "True", "reason": "Completed", "message": ""}]}
+    assert make_plan(observed(paused, running=(), seen=None, **succeeded), paused).stage is Stage.CLEAR
+
+
+def test_a_trainer_whose_pod_was_evicted_preempted_or_deleted_has_not_failed() -> None:
+    made = renderer()
+    now = observed(made)
+    [job] = now.workloads("trainer")
+    failed = pod(made, "trainer", phase="Failed", conditions=[])
+    evicted = pod(made, "trainer", conditions=[{"type": "DisruptionTarget", "status": "True"}])
+    deleted = pod(made, "trainer")
+    deleted["metadata"]["deletionTimestamp"] = "2026-11-22T00:00:00Z"
+    for pods, is_disrupted in (([failed], False), ([evicted], True), ([deleted], True), ([], True)):
+        assert replace(now, pods=pods).is_disrupted(job) == is_disrupted
+    complete = {**job, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    assert not replace(now, pods=[]).is_disrupted(complete)
+
+
+def test_pods_of_other_components_that_are_evicted_or_replaced_are_no_exits() -> None:
+    made = renderer()
+    ended = {"exitCode": 137, "finishedAt": "2026-11-22T00:00:00Z", "reason": "Evicted"}
+    container = {"name": "nexrl", "state": {"terminated": ended}}
+    disruption = [{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}]
+    evicted = pod(made, "rollout", phase="Failed", conditions=disruption, containerStatuses=[container])
+    deleted = pod(made, "rollout", containerStatuses=[{"name": "nexrl", "lastState": {"terminated": ended}}])
+    deleted["metadata"]["deletionTimestamp"] = "2026-11-22T00:00:00Z"
+    assert make_plan(replace(observed(made), pods=[evicted, deleted]), made).exits == []
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "restarts", "rules", "is_failed"),
+    [
+        (1, 2, [], False),
+        (1, 3, [], True),
+        (6, 9, [], False),
+        (2, 1, [], True),
+        (1, 9, [{"exitCodes": [1], "action": "Ignore", "components": ["controller"]}], False),
+        (137, 1, [{"exitCodes": [-9], "action": "Fail"}], True),
+        (137, 1, [{"exitCodes": [-9], "action": "Fail", "components": ["trainer"]}], False),
+    ],
+)
+def test_exits_of_the_controller_follow_the_failure_policy(
+    exit_code: int, restarts: int, rules: list[dict[str, Any]], is_failed: bool
+) -> None:
+    made = renderer(failurePolicy={"maxRestarts": 2, "rules": rules})
+    ended = {"exitCode": exit_code, "finishedAt": "2026-11-22T00:00:00Z", "message": "last words"}
+    container = {"name": "nexrl", "restartCount": restarts, "lastState": {"terminated": ended}}
+    now = replace(observed(made), pods=[pod(made, "controller", containerStatuses=[container])])
+    assert (make_plan(now, made).failed is not None) == is_failed
