@@ -354,9 +354,8 @@ async def test_samples_that_were_drawn_otherwise_than_the_experiment_asks_are_re
 async def test_a_version_that_was_never_committed_is_refused(deploy: Deploy) -> None:
     pool = await deploy()
     await pool.set_version(0)
-    (lease,) = (await pool.lease(2)).leases
     with pytest.raises(InvalidArgumentError, match=r"results\[0\]\..*policy_version: 7 was never committed"):
-        await pool.put([scored(sample, trajectory(1.0, 7)) for sample in lease.samples])
+        await pool.put([scored(sample, trajectory(1.0, 7)) for sample in (await pool.lease(2)).leases[0].samples])
 
 
 async def test_a_train_batch_that_fails_twice_comes_back_without_its_sequences(
