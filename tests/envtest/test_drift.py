@@ -127,7 +127,7 @@ async def _contents(api: Api, namespace: str) -> Object:
 
 async def _corrections(api: Api, namespace: str) -> list[str]:
     events = (await api.list(EVENT, namespace))["items"]
-    return [event["note"] for event in events if event["reason"] == "DriftCorrected"]
+    return [event["message"] for event in events if event["reason"] == "DriftCorrected"]
 
 
 async def _create_secret(api: Api, namespace: str, name: str, content: dict[str, bytes]) -> None:
