@@ -14,6 +14,7 @@ from nexrl_operator.observed import Exit, Observed, attempt_of, has_finished, se
 from nexrl_operator.queueing import is_admitted, is_to_be_queued_again, new_workload, queue_of, requeue_at
 from nexrl_operator.revisions import configuration_revision, is_rendered_alike, revision_of
 from nexrl_operator.status import is_finished
+from nexrl_operator.troubles import find_trouble, next_trouble_seconds
 
 ROLLING_COMPONENTS = tuple(name for name, each in BY_NAME.items() if f"{each.section}.template" in may_change(ROLLING))
 """Components whose pods are replaced one by one when their template changes."""
@@ -111,7 +112,7 @@ def _run(observed: Observed, renderer: Renderer) -> Plan:
         Stage.RUN,
         exits=list(observed.exits()),
         audit=_requested_audit(observed),
-        requeue_after_seconds=_next_deadline(observed, renderer),
+        requeue_after_seconds=soonest(_next_deadline(observed, renderer), next_trouble_seconds(observed)),
     )
     is_running = any(observed.workloads(name) for name in BY_NAME)
     if not is_running and (observed.living(*BY_NAME) or observed.has_predecessor):
@@ -201,7 +202,7 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
         return "DeadlineExceeded", f"it has run for {limit} s, which is spec.activeDeadlineSeconds"
     limit = spec.startup_deadline_seconds
     if limit is not None and not has_trained(observed) and observed.now - began >= limit:
-        trouble = observed.trouble()
+        trouble = find_trouble(observed)
         why = f": {trouble.message}" if trouble else ""
         return "StartupDeadlineExceeded", f"it did not train within {limit} s, spec.startupDeadlineSeconds{why}"
     ends, last_words = observed.controller_ends()
