@@ -23,7 +23,7 @@ async def test_what_somebody_changes_by_hand_is_put_back_and_named_once(
         await run(api, document, controller)
         before = await _contents(api, namespace)
         rollout = {"template": {"spec": {"containers": [{"name": "nexrl", "image": "evil:1"}]}}}
-        changes = {
+        changes: dict[tuple[Kind, str], Object] = {
             (NETWORK_POLICY, "own-pods"): {"egress": [{}]},
             (SERVICE, "own-controller"): {"selector": {"who": "else"}},
             (STATEFUL_SET, "own-rollout"): rollout,

@@ -59,8 +59,8 @@ class Drift:
 
     async def _restore(self, observed: Observed, state: ExperimentState, live: Object, item: Object) -> None:
         expected, key = await self._api.apply(item, dry_run=True), _key(item)
-        if expected["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
-            return  # the watch is about to deliver a newer version
+        if expected["metadata"].get("resourceVersion") != live["metadata"]["resourceVersion"]:
+            return  # the watch is about to deliver a newer version, or the deletion
         if paths := list(changed_paths(content(live), content(expected))):
             expected = await self._api.apply(item)
             self._caches.note(expected)
