@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nexrl.k8s.api import EXPERIMENT, Api, ApiError, Kind, connect_cluster
+from nexrl.k8s.api import EVENT, EXPERIMENT, Api, ApiError, Kind, connect_cluster
 from nexrl_controller.events import VersionCommitted
 from nexrl_operator.release_secrets import ReleaseSettings, make_secrets
 from nexrl_operator.server import Operator
@@ -105,6 +105,7 @@ async def test_rights_of_the_chart_are_enough_for_the_operator(
         running.cancel()
         (result,) = await asyncio.gather(running, return_exceptions=True)
         assert isinstance(result, asyncio.CancelledError), result
+        assert (await api.list(EVENT, namespace))["items"]
         with pytest.raises(ApiError, match="forbidden"):
             await limited.list(Kind("v1", "Secret", "secrets"), namespace)
         with pytest.raises(ApiError, match="forbidden"):

@@ -49,8 +49,9 @@ async def test_an_experiment_runs_to_its_end(api: Api, namespace: str, kubelet: 
         assert not (await api.list(kind, namespace))["items"]
     [claim] = (await api.list(CLAIM, namespace))["items"]  # the results stay with the experiment
     assert claim["metadata"]["ownerReferences"][0]["uid"] == found["metadata"]["uid"]
-    reasons = {event["reason"] for event in (await api.list(EVENT, namespace))["items"]}
-    assert {"Starting", "Running", "Succeeded", "CreatedJob"} <= reasons
+    events = (await api.list(EVENT, namespace))["items"]
+    assert {"Starting", "Running", "Succeeded", "CreatedJob"} <= {event["reason"] for event in events}
+    assert all(event["lastTimestamp"] for event in events)  # by which `kubectl get events` sorts
 
 
 async def test_an_experiment_of_the_name_of_one_that_has_ended_begins_anew(
@@ -69,7 +70,7 @@ async def test_an_experiment_of_the_name_of_one_that_has_ended_begins_anew(
 
         async def has_begun() -> bool:
             events = (await api.list(EVENT, namespace))["items"]
-            made = [event for event in events if event["regarding"].get("uid") == second["metadata"]["uid"]]
+            made = [event for event in events if event["involvedObject"].get("uid") == second["metadata"]["uid"]]
             return "CreatedJob" in {event["reason"] for event in made}
 
         await eventually(has_begun)

@@ -1,5 +1,7 @@
 """Wrong specs, refused objects and failed starts, with an operator and a real API server; the kubelet is played."""
 
+import asyncio
+import shutil
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from nexrl.k8s.api import (
 from nexrl_controller.attempts import Count, FailedAttempt
 from nexrl_controller.events import AttemptsCounted
 from nexrl_operator import executor
+from tests.support.cluster import command
 from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import condition, operating, run, until_condition, until_gone, until_phase
@@ -99,6 +102,23 @@ async def test_a_start_that_takes_too_long_fails_and_says_what_was_missing(
         found = await api.get(EXPERIMENT, namespace, "seven")
         assert found is not None
         assert found["status"]["audit"] == {"request": "final", "problem": "no pod of the trajectory pool is ready"}
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl on the PATH")
+async def test_kubectl_shows_at_a_glance_why_an_experiment_has_failed(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("glance", namespace, activeDeadlineSeconds=1)
+    async with services.serving(document), operating(api, namespace, services):
+        await api.apply(document, manager="test")
+        await until_phase(api, namespace, "glance", "Failed")
+        await until_gone(api, namespace)
+
+        async def is_shown() -> bool:
+            shown = await asyncio.to_thread(command, "kubectl", "get", "experiments", "--output=wide", "-n", namespace)
+            return "DeadlineExceeded" in shown and "which is spec.activeDeadlineSeconds" in shown
+
+        await eventually(is_shown)
 
 
 async def test_a_change_that_is_refused_keeps_the_trainer_from_nothing(

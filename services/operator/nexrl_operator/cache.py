@@ -28,15 +28,20 @@ Object = dict[str, Any]
 
 
 class Cache:
-    """The objects of `kind` in `namespace` ("": in all namespaces) that match the label selector `selector`.
+    """The objects of `kind` in `namespace` ("": in all namespaces) that match `selector` and `fields`.
+
+    These are a label selector and a field selector; "" matches all.
 
     Calls `on_change` for each object that appears, changes or disappears.
     """
 
-    def __init__(self, kind: Kind, namespace: str, selector: str, on_change: Callable[[Object], None]) -> None:
+    def __init__(
+        self, kind: Kind, namespace: str, selector: str, on_change: Callable[[Object], None], *, fields: str = ""
+    ) -> None:
         self.kind = kind
         self._namespace = namespace
-        self._query = {"labelSelector": selector} if selector else {}
+        chosen = {"labelSelector": selector, "fieldSelector": fields}
+        self._query = {key: value for key, value in chosen.items() if value}
         self._on_change = on_change
         self._version = ""
         """The resourceVersion from which the watch continues; "" if a list is required first."""

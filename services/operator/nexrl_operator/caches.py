@@ -7,6 +7,7 @@ from nexrl.k8s.api import (
     CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
+    EVENT,
     EXPERIMENT,
     JOB,
     KINDS,
@@ -33,13 +34,16 @@ class Caches:
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
         owned = (*OWNED, WORKLOAD) if settings.kueue else OWNED
         self._owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in owned}
+        self._warnings = Cache(EVENT, settings.namespace, "", self._on_warning, fields="type=Warning")
+        self._warnings_by_uid: dict[str, dict[str, Object]] = {}
+        """The warnings by the UID of the object that they are about, and their name."""
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
         """The objects by experiment. Without it, each reconciliation would search the objects of all experiments."""
 
     @property
     def all(self) -> list[Cache]:
         """The caches of all kinds."""
-        return [self.experiments, *self._owned.values()]
+        return [self.experiments, *self._owned.values(), self._warnings]
 
     def note(self, item: Object) -> None:
         """Store the object that the server returned for a write, because the watch delivers it later."""
@@ -58,7 +62,9 @@ class Caches:
         children = [item for item in objects if owner_uid(item) == uid]
         # Objects with another owner belong to a deleted experiment of this name. The garbage collector removes them.
         has_predecessor = any(owner_uid(item) not in ("", uid) for item in objects)
-        return Observed(resource, children, pods, seen, time.time(), has_predecessor=has_predecessor)
+        uids = [item["metadata"]["uid"] for item in (*children, *pods)]
+        warnings = {uid: [*found.values()] for uid in uids if (found := self._warnings_by_uid.get(uid))}
+        return Observed(resource, children, pods, seen, time.time(), has_predecessor=has_predecessor, warnings=warnings)
 
     def _on_experiment(self, item: Object) -> None:
         self._on_change((item["metadata"]["namespace"], item["metadata"]["name"]))
@@ -66,6 +72,22 @@ class Caches:
     def _on_child(self, item: Object) -> None:
         self._index(item)
         self._on_change((item["metadata"]["namespace"], experiment_of(item)))
+
+    def _on_warning(self, item: Object) -> None:
+        metadata, about = item["metadata"], item["involvedObject"]
+        namespace, name, uid = metadata["namespace"], metadata["name"], about.get("uid", "")
+        warnings = self._warnings_by_uid.setdefault(uid, {})
+        if self._warnings.get(namespace, name) is not None:
+            warnings[name] = item
+        else:
+            warnings.pop(name, None)
+        if not warnings:
+            del self._warnings_by_uid[uid]
+        kind = KINDS.get(about.get("kind", ""))
+        owned = self._owned.get(kind) if kind else None
+        found = owned.get(namespace, about.get("name", "")) if owned is not None else None
+        if found is not None:
+            self._on_change((namespace, experiment_of(found)))
 
     def _index(self, item: Object) -> None:
         metadata = item["metadata"]

@@ -17,7 +17,7 @@ from nexrl_operator.objects import (
     Owner,
 )
 from nexrl_operator.pods import PodTemplates, from_field, variable
-from nexrl_operator.revisions import REVISION, configuration_revision, template_revision
+from nexrl_operator.revisions import REVISION, configuration_revision, template_revision, with_rendered_digest
 from nexrl_operator.settings import OperatorSettings
 
 
@@ -41,7 +41,8 @@ class Renderer:
         policies = []
         if self.settings.network_policy:
             policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
-        return [self.config_map(), self.claim(), *(self.service(c.name) for c in COMPONENTS), *policies]
+        services = [self.service(component.name) for component in COMPONENTS]
+        return [with_rendered_digest(item) for item in (self.config_map(), self.claim(), *services, *policies)]
 
     def config_map(self) -> Object:
         """Return the resolved experiment and the user's modules."""
@@ -102,7 +103,7 @@ class Renderer:
                     made[name] = self._stateful_set(name, count)
                 case _:
                     made[name] = self._deployment(name, count)
-        return made
+        return {name: with_rendered_digest(item) for name, item in made.items()}
 
     def _deployment(self, component: str, replicas: int) -> Object:
         instance = (

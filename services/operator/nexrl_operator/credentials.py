@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nexrl.components import BY_NAME
 from nexrl.errors import FailedPreconditionError
-from nexrl.k8s.api import SECRET, Api
+from nexrl.k8s.api import CERTIFICATE, SECRET, Api, Kind
 from nexrl.tls import OPERATOR, Tls, experiment_name
 from nexrl_operator.authority import Issued, is_good, issue
 from nexrl_operator.children import Renderer
@@ -18,6 +18,8 @@ from nexrl_operator.settings import OperatorSettings
 
 RENEW_SECONDS = 6 * 3600.0
 """Time between two checks of the certificates."""
+SECRETS_SECONDS = 60.0
+"""Time between two checks that the Secrets of an experiment exist."""
 
 
 class Credentials:
@@ -64,10 +66,22 @@ class Credentials:
         paths = {part: self._folder / part for part in ("ca.crt", "tls.crt", "tls.key")}
         return Tls(paths["ca.crt"], experiment_name(namespace, name), paths["tls.crt"], paths["tls.key"])
 
+    def kept(self, renderer: Renderer) -> list[tuple[Kind, str]]:
+        """Return kind and name of the objects that `objects` returns while none of them exists."""
+        name, kept = renderer.owner.name, []
+        if self._has_redis_secret(renderer):
+            kept.append((SECRET, f"{name}-redis"))
+        if self._settings.tls in ("operator", "certManager"):
+            kept.append((SECRET if self._settings.tls == "operator" else CERTIFICATE, f"{name}-tls"))
+        return kept
+
+    def _has_redis_secret(self, renderer: Renderer) -> bool:
+        return bool(self._settings.redis_secret) and renderer.experiment.spec.redis.url is None
+
     async def objects(self, renderer: Renderer) -> list[Object]:
         """Return the Secrets and the cert-manager Certificate of an experiment that must be applied now."""
         owner, settings, made = renderer.owner, self._settings, []
-        if settings.redis_secret and renderer.experiment.spec.redis.url is None:
+        if self._has_redis_secret(renderer):
             made.append(_secret(renderer, "redis", {"password": (await self.redis_password()).encode()}))
         if settings.tls == "operator":
             made += await self._issued(renderer)

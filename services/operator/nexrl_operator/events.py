@@ -1,12 +1,12 @@
 """Kubernetes Events about an experiment, for `kubectl describe`. Pure."""
 
+import time
 import uuid
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from nexrl_operator.objects import Object
-from nexrl_operator.observed import condition
+from nexrl_operator.observed import condition, rfc3339
 
 MAX_NOTE = 950
 CONTROLLER = "nexrl.dev/experiment-controller"
@@ -14,20 +14,25 @@ _WARNINGS = ("Failed", "Restarting")
 
 
 def new_event(resource: Object, instance: str, kind: str, reason: str, note: str) -> Object:
-    """Return an event about the experiment `resource`; `kind` is Normal or Warning."""
-    metadata = resource["metadata"]
+    """Return an event about the experiment `resource`; `kind` is Normal or Warning.
+
+    It is of `v1`: `kubectl get events` sorts by `lastTimestamp`, which an event of `events.k8s.io/v1` must not have.
+    """
+    metadata, now = resource["metadata"], rfc3339(time.time())
     return {
-        "apiVersion": "events.k8s.io/v1",
+        "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"name": f"{metadata['name']}.{uuid.uuid4().hex[:12]}", "namespace": metadata["namespace"]},
-        "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
         "type": kind,
-        "action": "Reconcile",
         "reason": reason[:128],
-        "note": note[:MAX_NOTE],
-        "reportingController": CONTROLLER,
+        "message": note[:MAX_NOTE],
+        "source": {"component": CONTROLLER},
+        "reportingComponent": CONTROLLER,
         "reportingInstance": instance[:128],
-        "regarding": {
+        "involvedObject": {
             "apiVersion": "nexrl.dev/v1alpha1",
             "kind": "Experiment",
             "name": metadata["name"],

@@ -9,7 +9,8 @@ from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlErr
 from nexrl.k8s.api import EXPERIMENT, KINDS, RESOURCE_FLAVOR, Api, ApiError
 from nexrl_operator.caches import Caches
 from nexrl_operator.children import Renderer
-from nexrl_operator.credentials import RENEW_SECONDS, Credentials
+from nexrl_operator.credentials import RENEW_SECONDS, SECRETS_SECONDS, Credentials
+from nexrl_operator.drift import Drift
 from nexrl_operator.experiment_clients import ExperimentClients
 from nexrl_operator.experiment_state import ExperimentState
 from nexrl_operator.object_names import NameTakenError, require_free_names
@@ -18,6 +19,7 @@ from nexrl_operator.observed import WORKLOADS, Observed, attempt_of, component_o
 from nexrl_operator.plan import PREDECESSOR_SECONDS, Plan, Stage, soonest
 from nexrl_operator.queueing import QUEUE_LABEL, flavors_of, placed, queue_of
 from nexrl_operator.reporter import Reporter
+from nexrl_operator.revisions import content_digest
 from nexrl_operator.status import Verdict
 from nexrl_operator.work_queue import Key
 
@@ -72,6 +74,7 @@ class Executor:
         self._clients = clients
         self._credentials = credentials
         self._reporter = reporter
+        self._drift = Drift(api, caches, reporter)
 
     async def execute(self, current: Reconciliation) -> Outcome:
         """Carry out the plan. Raises NexrlError and the errors of aiohttp for failures that may pass."""
@@ -80,6 +83,7 @@ class Executor:
         refusal, delays = None, [plan.requeue_after_seconds]
         try:
             await self._change_objects(current)
+            delays.append(await self._drift.restore(observed, current.state, plan.compare, self._placed))
         except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
             refusal = _refusal(error)  # perhaps of a change: what runs must be looked after all the same
         if self._clients.is_following(current.key) and observed.ready("controller"):
@@ -143,20 +147,37 @@ class Executor:
         for item in items:
             await self._api.apply(item, dry_run=True)
         for item in items:
-            self._caches.note(await self._api.apply(item))
+            applied = await self._api.apply(item)
+            self._caches.note(applied)
+            current.state.verified[item["kind"], item["metadata"]["name"]] = content_digest(applied)
             if item["kind"] in WORKLOADS:
                 note = f"{item['metadata']['name']} is applied"
                 await self._reporter.event(observed, "Normal", f"Created{item['kind']}", note)
 
     async def _renew_secrets(self, current: Reconciliation, items: Sequence[Object]) -> None:
         observed, state = current.observed, current.state
-        if not items and observed.now - state.secrets_checked_at < RENEW_SECONDS:
+        missing = await self._missing_secrets(current)
+        if not items and not missing and observed.now - state.secrets_renewed_at < RENEW_SECONDS:
             return
         secrets = await self._credentials.objects(current.renderer)
         await require_free_names(self._api, observed, [*secrets, *items])
         for item in secrets:
             await self._api.apply(item)
+        state.secrets_renewed_at = observed.now
+        if missing and observed.pods:  # before the first pod, nothing was there that somebody could delete
+            note = f"{', '.join(missing)} did not exist, although pods need it; created again"
+            await self._reporter.event(observed, "Warning", "DriftCorrected", note)
+
+    async def _missing_secrets(self, current: Reconciliation) -> list[str]:
+        """Return which Secrets of the experiment do not exist. It looks once in SECRETS_SECONDS: it watches none."""
+        observed, state, missing = current.observed, current.state, []
+        if observed.now - state.secrets_checked_at < SECRETS_SECONDS:
+            return []
+        for kind, name in self._credentials.kept(current.renderer):
+            if await self._api.get(kind, current.key[0], name) is None:
+                missing.append(f"{kind.kind} {name}")
         state.secrets_checked_at = observed.now
+        return missing
 
     async def _placed(self, observed: Observed, items: Sequence[Object]) -> list[Object]:
         """Return the items, with pods that run on the nodes that the queue has assigned."""

@@ -1,6 +1,6 @@
 """What the operator remembers about one experiment between two reconciliations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -16,4 +16,10 @@ class ExperimentState:
     audit_failing_since: float | None = None
     """Time of the first failed attempt of an audit; None while no audit is failing."""
     secrets_checked_at: float = 0.0
-    """Time of the last check of the Secrets; 0.0 before the first check."""
+    """Time of the last check that the Secrets exist; 0.0 before the first check."""
+    secrets_renewed_at: float = 0.0
+    """Time at which the Secrets were applied last."""
+    verified: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By kind and name: the digest of an object that is as the operator applied it."""
+    restored_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By kind and name: when a change made by hand was put back last."""

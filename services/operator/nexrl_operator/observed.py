@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic.alias_generators import to_camel
+
+from nexrl.components import BY_NAME
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
     COMPONENT_LABEL,
@@ -15,17 +18,10 @@ from nexrl_operator.objects import (
 )
 
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
+MAX_LOG_TAIL = 4000
 _ENDED = ("Succeeded", "Failed")
-_HOPELESS = {
-    "CreateContainerConfigError": "refers to an object that does not exist",
-    "CreateContainerError": "cannot be created",
-    "InvalidImageName": "has an invalid image name",
-    "ErrImagePull": "cannot pull its image",
-    "ImagePullBackOff": "cannot pull its image",
-    "ErrImageNeverPull": "has no image on the node, and must not pull it",
-    "CrashLoopBackOff": "keeps crashing",
-}
-"""Reasons of waiting containers that need a change by the user."""
+MAIN_CONTAINER = "nexrl"
+"""The container that the operator renders. Templates may add others."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,6 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """The reason why a pod does not run."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Observed:
     """The experiment and its objects, as the caches contain them."""
 
@@ -84,6 +72,8 @@ class Observed:
     now: float
     has_predecessor: bool = False
     """Whether objects of a deleted experiment of this name still exist."""
+    warnings: Mapping[str, Sequence[Object]] = field(default_factory=dict)
+    """The Events of type Warning about its objects, by the UID of the object."""
 
     @property
     def status(self) -> Mapping[str, Any]:
@@ -129,7 +119,8 @@ class Observed:
             ended = _container(pod).get("lastState", {}).get("terminated")
             component = component_of(pod)
             if ended and component not in ("controller", "trainer") and not is_deleted(pod):
-                yield _exit(f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}", instance_of(pod), ended)
+                request_id = f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}"
+                yield _exit(request_id, instance_of(pod), ended, words(pod, MAIN_CONTAINER, ended))
 
     def job_exit(self, job: Object) -> Exit:
         """Return how a Job ended."""
@@ -138,7 +129,11 @@ class Observed:
             container = _container(pod)
             ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
             if ended:
-                return _exit(uid, "trainer", ended)
+                return _exit(uid, "trainer", ended, words(pod, MAIN_CONTAINER, ended))
+            if failed := _failed_container(pod):
+                name, ended = failed
+                told = f"the container {name} has ended, and its pod with it; correct it in {template_path(pod)}"
+                return _exit(uid, "trainer", ended, "\n".join(filter(None, [words(pod, name, ended), told])))
         is_complete = condition(job, "Complete").get("status") == "True"
         return Exit(uid, "trainer", 0 if is_complete else -9, "its pod has no exit code")
 
@@ -156,17 +151,10 @@ class Observed:
 
     def controller_ends(self) -> tuple[int, Exit]:
         """Count the ends of the controller's container. Also return the newest."""
-        containers = map(_container, self.living("controller"))
-        newest = max(containers, key=lambda each: int(each.get("restartCount", 0)), default={})
-        ended = newest.get("lastState", {}).get("terminated") or {}
-        return newest.get("restartCount", 0), _exit("", "controller", ended)
-
-    def trouble(self) -> Trouble | None:
-        """Return the first reason found why a pod does not run; None if there is none."""
-        for pod in sorted(self.pods, key=lambda pod: str(pod["metadata"]["name"])):
-            if (found := _trouble(pod)) is not None:
-                return found
-        return None
+        pods = self.living("controller")
+        pod = max(pods, key=lambda each: int(_container(each).get("restartCount", 0)), default={})
+        ended = _container(pod).get("lastState", {}).get("terminated") or {}
+        return _container(pod).get("restartCount", 0), _exit("", "controller", ended, words(pod, MAIN_CONTAINER, ended))
 
     def _pods_of(self, job: Object) -> Iterator[Object]:
         return (pod for pod in self.pods if job_of(pod) == job["metadata"]["name"])
@@ -229,6 +217,11 @@ def phase_of(pod: Object) -> str:
     return str(pod.get("status", {}).get("phase", "Pending"))
 
 
+def has_ended(pod: Object) -> bool:
+    """Return whether all containers of a pod have ended for good."""
+    return phase_of(pod) in _ENDED
+
+
 def is_ready(pod: Object) -> bool:
     """Return whether a pod may receive calls."""
     return condition(pod, "Ready").get("status") == "True"
@@ -261,34 +254,44 @@ def rfc3339(unix_seconds: float) -> str:
 
 def _container(pod: Object) -> Mapping[str, Any]:
     statuses: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
-    return next((each for each in statuses if each["name"] == "nexrl"), {})
+    return next((each for each in statuses if each["name"] == MAIN_CONTAINER), {})
 
 
-def _exit(request_id: str, component: str, ended: Mapping[str, Any]) -> Exit:
+def _failed_container(pod: Object) -> tuple[str, Mapping[str, Any]] | None:
+    """Return name and end of an init container or sidecar that has failed; None if none has."""
+    status = pod.get("status", {})
+    for each in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
+        ended: Mapping[str, Any] = each.get("state", {}).get("terminated") or {}
+        if ended.get("exitCode"):
+            return str(each["name"]), ended
+    return None
+
+
+def _exit(request_id: str, component: str, ended: Mapping[str, Any], log_tail: str) -> Exit:
     code = int(ended.get("exitCode", 0))
-    return Exit(request_id, component, 128 - code if code > 128 else code, _words(ended))
+    return Exit(request_id, component, 128 - code if code > 128 else code, log_tail)
 
 
-def _last_words(container: Mapping[str, Any]) -> str:
-    return _words(container.get("lastState", {}).get("terminated") or {})
-
-
-def _words(ended: Mapping[str, Any]) -> str:
+def words(pod: Object, container: str, ended: Mapping[str, Any]) -> str:
     """Return the end of a container's log. Add the kubelet's reason if the exit code does not say it (OOMKilled)."""
     reason = str(ended.get("reason", ""))
-    said = str(ended.get("message", "")).strip()[-4000:]
+    said = str(ended.get("message", "")).strip()[-MAX_LOG_TAIL:]
+    if reason == "OOMKilled":
+        reason = f"OOMKilled: {_memory_remedy(pod, container)}"
     return "\n".join(filter(None, [said, "" if reason in ("Completed", "Error") else reason]))
 
 
-def _trouble(pod: Object) -> Trouble | None:
-    name = pod["metadata"]["name"]
-    scheduled = condition(pod, "PodScheduled")
-    if scheduled.get("status") == "False":
-        return Trouble(scheduled.get("reason", "Unschedulable"), f"pod {name}: {scheduled.get('message', '')}")
-    container = _container(pod)
-    waiting = container.get("state", {}).get("waiting", {})
-    reason = waiting.get("reason", "")
-    if reason in _HOPELESS:
-        told = [f"pod {name} {_HOPELESS[reason]}: {waiting.get('message', '')}", _last_words(container)]
-        return Trouble(reason, "\n".join(filter(None, told)))
-    return None
+def _memory_remedy(pod: Object, container: str) -> str:
+    spec = pod.get("spec", {})
+    known = {each["name"]: each for each in (*spec.get("initContainers", []), *spec.get("containers", []))}
+    limit = known.get(container, {}).get("resources", {}).get("limits", {}).get("memory")
+    path = f"{template_path(pod)}.spec.containers[{container}].resources"
+    if limit is None:
+        return f"the node had no memory left for the container {container}, which has no limit; set {path}"
+    return f"the container {container} needed more memory than its limit of {limit}; raise {path}.limits.memory"
+
+
+def template_path(item: Object) -> str:
+    """Return the field of the spec with the template of the pods of an object's component."""
+    component = component_of(item)
+    return f"spec.{to_camel(BY_NAME[component].section)}.template" if component in BY_NAME else "the template"

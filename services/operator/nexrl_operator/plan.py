@@ -10,11 +10,12 @@ from nexrl.restarts import action_after
 from nexrl.spec.marks import may_change
 from nexrl.spec.section import ROLLING
 from nexrl_operator.children import Renderer
-from nexrl_operator.objects import Object
+from nexrl_operator.objects import ATTEMPT_LABEL, Object
 from nexrl_operator.observed import Exit, Observed, attempt_of, has_finished, seconds
 from nexrl_operator.queueing import is_admitted, is_to_be_queued_again, new_workload, queue_of, requeue_at
-from nexrl_operator.revisions import configuration_revision, revision_of
+from nexrl_operator.revisions import configuration_revision, is_rendered_alike, revision_of
 from nexrl_operator.status import is_finished
+from nexrl_operator.troubles import find_trouble, next_trouble_seconds
 
 ROLLING_COMPONENTS = tuple(name for name, each in BY_NAME.items() if f"{each.section}.template" in may_change(ROLLING))
 """Components whose pods are replaced one by one when their template changes."""
@@ -44,6 +45,8 @@ class Plan:
 
     stage: Stage
     apply: Sequence[Object] = ()
+    compare: Sequence[Object] = ()
+    """Objects as they were applied, to be applied again if somebody has changed them."""
     scale: Sequence[tuple[Object, int]] = ()
     """Workloads that need nothing but another number of pods."""
     delete: Sequence[Object] = ()
@@ -110,7 +113,7 @@ def _run(observed: Observed, renderer: Renderer) -> Plan:
         Stage.RUN,
         exits=list(observed.exits()),
         audit=_requested_audit(observed),
-        requeue_after_seconds=_next_deadline(observed, renderer),
+        requeue_after_seconds=soonest(_next_deadline(observed, renderer), next_trouble_seconds(observed)),
     )
     is_running = any(observed.workloads(name) for name in BY_NAME)
     if not is_running and (observed.living(*BY_NAME) or observed.has_predecessor):
@@ -130,6 +133,7 @@ def _joined(plan: Plan, parts: Sequence[Plan]) -> Plan:
     return replace(
         plan,
         apply=[item for part in parts for item in part.apply],
+        compare=[item for part in parts for item in part.compare],
         scale=[change for part in parts for change in part.scale],
         ended_job=next((part.ended_job for part in parts if part.ended_job is not None), None),
         pending_change=next((part.pending_change for part in reversed(parts) if part.pending_change), ""),
@@ -152,7 +156,11 @@ def _foundation(observed: Observed, renderer: Renderer, is_running: bool) -> Pla
     found = observed.find(configuration)
     is_changed = found is not None and revision_of(found) != configuration_revision(renderer.experiment)
     pending = "the spec has changed in a way that needs a restart of all pods" if is_running and is_changed else ""
-    return Plan(Stage.RUN, apply=apply, pending_change=pending)
+    applied = [
+        item for item in (configuration, *others) if item not in apply and item["kind"] != "PersistentVolumeClaim"
+    ]
+    compare = [item for item in applied if _is_comparable(observed.find(item), item)]
+    return Plan(Stage.RUN, apply=apply, compare=compare, pending_change=pending)
 
 
 def _component(observed: Observed, component: str, item: Object) -> Plan:
@@ -170,7 +178,20 @@ def _component(observed: Observed, component: str, item: Object) -> Plan:
         return Plan(Stage.RUN, pending_change=f"the template of {component} has changed")
     if component != "trainer" and newest["spec"].get("replicas") != item["spec"]["replicas"]:
         return Plan(Stage.RUN, scale=[(newest, item["spec"]["replicas"])])
-    return Plan(Stage.RUN)
+    return Plan(Stage.RUN, compare=[_named_like(newest, item)] if _is_comparable(newest, item) else [])
+
+
+def _named_like(live: Object, item: Object) -> Object:
+    """Return `item`, which may be the trainer's next Job, with the name and number of the Job that runs."""
+    metadata, labels = item["metadata"], dict(item["metadata"]["labels"])
+    if number := attempt_of(live):
+        labels[ATTEMPT_LABEL] = str(number)
+    return {**item, "metadata": {**metadata, "name": live["metadata"]["name"], "labels": labels}}
+
+
+def _is_comparable(live: Object | None, item: Object) -> bool:
+    """Return whether the object was made from this rendering. Another version of the operator renders others."""
+    return live is not None and is_rendered_alike(live, item)
 
 
 def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
@@ -182,7 +203,7 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
         return "DeadlineExceeded", f"it has run for {limit} s, which is spec.activeDeadlineSeconds"
     limit = spec.startup_deadline_seconds
     if limit is not None and not has_trained(observed) and observed.now - began >= limit:
-        trouble = observed.trouble()
+        trouble = find_trouble(observed)
         why = f": {trouble.message}" if trouble else ""
         return "StartupDeadlineExceeded", f"it did not train within {limit} s, spec.startupDeadlineSeconds{why}"
     ends, newest = observed.controller_ends()

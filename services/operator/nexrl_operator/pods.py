@@ -20,12 +20,17 @@ from nexrl_operator.objects import (
     Object,
     Owner,
 )
+from nexrl_operator.observed import MAIN_CONTAINER
 from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.templates import lay_over
 
 USER = 10001
 STARTUP_SECONDS = 2700
 """Longest time for a container to start: vLLM may have to load and compile a large model."""
+
+
+SOCKETS_SIZE, SHARED_MEMORY_SIZE = "16Mi", "16Gi"
+"""Largest content of the volumes in memory. Without a size, a pod could fill half of its node's memory with files."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,17 @@ class PodShape:
     image: str
     """One of the release's images: the last part of an OperatorSettings field."""
     requests: Mapping[str, str]
+    memory_limit: str = ""
+    """Unless the user's template names memory; "": none, because the size of the model decides."""
     grace_seconds: int = 75
     has_run_folder: bool = False
     has_shared_memory: bool = False
 
 
 SHAPES: Mapping[str, PodShape] = {
-    "controller": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, has_run_folder=True),
-    "trajectory-pool": PodShape("control", {"cpu": "100m", "memory": "256Mi"}),
-    "weight-sync": PodShape("control", {"cpu": "50m", "memory": "128Mi"}),
+    "controller": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi", has_run_folder=True),
+    "trajectory-pool": PodShape("control", {"cpu": "100m", "memory": "256Mi"}, "8Gi"),
+    "weight-sync": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi"),
     "trainer": PodShape(
         "trainer",
         {"cpu": "200m", "memory": "1Gi"},
@@ -52,7 +59,7 @@ SHAPES: Mapping[str, PodShape] = {
         has_shared_memory=True,
     ),
     "inference": PodShape("inference", {"cpu": "200m", "memory": "1Gi"}, has_shared_memory=True),
-    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}),
+    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}, "16Gi"),
 }
 
 
@@ -71,6 +78,7 @@ class PodTemplates:
         rendered = self._pod(component, instance)
         template = section.template.model_dump(mode="json") if section.template else {}
         pod: Object = lay_over(rendered, template)
+        _limit_memory(pod, SHAPES[name].memory_limit, SHAPES[name].requests)
         pod["metadata"]["labels"] |= self.owner.labels(name)  # a template must not change those that select the pods
         return pod
 
@@ -110,7 +118,7 @@ class PodTemplates:
         if self._checks_tokens(component.name):
             ports["grpc-token"] = TOKEN_PORT
         return {
-            "name": "nexrl",
+            "name": MAIN_CONTAINER,
             "image": getattr(self.settings, f"image_{image}"),
             "imagePullPolicy": self.settings.image_pull_policy,
             "args": [component.name],
@@ -173,7 +181,7 @@ class PodTemplates:
         name, shape = self.owner.name, SHAPES[component]
         yield "experiment", (EXPERIMENT_FOLDER, {"configMap": {"name": f"{name}-experiment"}})
         yield "tmp", (Path("/tmp"), {"emptyDir": {}})
-        yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory"}})
+        yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory", "sizeLimit": SOCKETS_SIZE}})
         # Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
         is_shared = self.experiment.spec.storage.access_mode == "ReadWriteMany"
         if shape.has_run_folder and (is_shared or component == "trainer"):
@@ -181,7 +189,10 @@ class PodTemplates:
         else:
             yield "run", (RUN_FOLDER, {"emptyDir": {}})
         if shape.has_shared_memory:
-            yield "shared-memory", (Path("/dev/shm"), {"emptyDir": {"medium": "Memory"}})
+            yield (
+                "shared-memory",
+                (Path("/dev/shm"), {"emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY_SIZE}}),
+            )
         if self.settings.tls != "off":
             secret = self.settings.tls_secret if self.settings.tls == "secret" else f"{name}-tls"
             yield "tls", (TLS_FOLDER, {"secret": {"secretName": secret}})
@@ -206,6 +217,24 @@ def _annotations(component: str) -> dict[str, str]:
     if component != "trainer":
         return {}
     return {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+
+
+def _limit_memory(pod: Object, limit: str, requests: Mapping[str, str]) -> None:
+    """Limit the memory of the main container, unless the user's template names its memory."""
+    containers = pod["spec"]["containers"]
+    for each in filter(_is_mapping, containers if isinstance(containers, list) else []):
+        resources = each.get("resources")
+        if not limit or each.get("name") != MAIN_CONTAINER or not _is_mapping(resources):
+            continue
+        asked, limits = resources.get("requests"), resources.get("limits", {})
+        # A default limit below a request of the user would make the API server refuse the pod.
+        if _is_mapping(asked) and _is_mapping(limits) and asked.get("memory") == requests["memory"]:
+            each["resources"] = {**resources, "limits": {"memory": limit, **limits}}
+
+
+def _is_mapping(value: object) -> bool:
+    """Return False for what the API server will refuse: a template may contain anything."""
+    return isinstance(value, Mapping)
 
 
 def _probes(component: Component) -> Object:

@@ -11,7 +11,7 @@ from nexrl.errors import NexrlError
 from nexrl.k8s.api import Api, ApiError
 from nexrl.spec import SpecError
 from nexrl_operator.caches import Caches
-from nexrl_operator.credentials import RENEW_SECONDS, Credentials
+from nexrl_operator.credentials import SECRETS_SECONDS, Credentials
 from nexrl_operator.effective_spec import effective_renderer
 from nexrl_operator.executor import Executor, Outcome, Reconciliation
 from nexrl_operator.experiment_clients import ExperimentClients
@@ -47,6 +47,7 @@ class Reconciler:
         self._settings = settings
         self._queue = queue
         self._clients = clients
+        self._credentials = credentials
         self.caches = Caches(settings, queue.add)
         self._reporter = Reporter(api, self.caches, settings.pod_name)
         self._executor = Executor(api, self.caches, clients, credentials, self._reporter)
@@ -122,7 +123,7 @@ class Reconciler:
         await self._clients.drop(key)
         self._queue.forget(key)
         self._reporter.forget(key, state)
-        state.audit_failing_since, state.secrets_checked_at = None, 0.0
+        state.audit_failing_since, state.secrets_checked_at, state.secrets_renewed_at = None, 0.0, 0.0
 
     def _requeue(self, current: Reconciliation, outcome: Outcome, status: Object) -> None:
         """Look at the experiment again when time alone changes what to do."""
@@ -131,5 +132,5 @@ class Reconciler:
             self._queue.add_after(current.key, max(0.1, delay_seconds))
         if seen is not None and status.get("progress", {}).get("step") != seen.step:
             self._queue.add_after(current.key, PROGRESS_SECONDS)
-        if current.plan.stage is Stage.RUN and self._settings.tls == "operator" and delay_seconds is None:
-            self._queue.add_after(current.key, RENEW_SECONDS)
+        if current.plan.stage is Stage.RUN and self._credentials.kept(current.renderer):
+            self._queue.add_after(current.key, SECRETS_SECONDS)

@@ -7,7 +7,6 @@ user's spec, not the rendered object: an upgrade of the operator restarts nothin
 import hashlib
 import json
 from functools import reduce
-from typing import Any
 
 from pydantic.alias_generators import to_snake
 
@@ -15,10 +14,12 @@ from nexrl.components import BY_NAME, COMPONENTS
 from nexrl.spec import Experiment
 from nexrl.spec.marks import may_change
 from nexrl.spec.section import LIVE
-from nexrl_operator.objects import GROUP
+from nexrl_operator.objects import GROUP, Object
 
 REVISION = f"{GROUP}/revision"
 """Annotation with the digest."""
+RENDERED = f"{GROUP}/rendered"
+"""Annotation with the digest of the whole object as it was rendered. It differs after an upgrade of the operator."""
 
 
 def configuration_revision(experiment: Experiment) -> str:
@@ -30,20 +31,47 @@ def configuration_revision(experiment: Experiment) -> str:
     for path in may_change(LIVE):
         *sections, key = map(to_snake, path.split("."))
         reduce(lambda section, name: section.get(name, {}), sections, spec).pop(key, None)
-    return _digest({section: value for section, value in spec.items() if value != {}})
+    return digest({section: value for section, value in spec.items() if value != {}})
 
 
 def template_revision(experiment: Experiment, component: str) -> str:
     """Digest of the pod template that the user gives for a component."""
     section = getattr(experiment.spec, BY_NAME[component].section)
     template = section.template.model_dump(mode="json", exclude_defaults=True) if section.template else None
-    return _digest(template)
+    return digest(template)
 
 
-def revision_of(item: dict[str, Any]) -> str:
+def revision_of(item: Object) -> str:
     """Return the digest that an object was made from; "" if it has none."""
     return str(item["metadata"].get("annotations", {}).get(REVISION, ""))
 
 
-def _digest(value: object) -> str:
+def with_rendered_digest(item: Object) -> Object:
+    """Return the object with the digest of its own content as an annotation."""
+    metadata = item["metadata"]
+    made = content(item)
+    # Without the number of pods, which is scaled without applying the object.
+    made["spec"] = {key: value for key, value in made.get("spec", {}).items() if key != "replicas"}
+    annotations = {**metadata.get("annotations", {}), RENDERED: digest(made)}
+    return {**item, "metadata": {**metadata, "annotations": annotations}}
+
+
+def is_rendered_alike(live: Object, rendered: Object) -> bool:
+    """Return whether `live` was applied from the same rendering, whatever has happened to it since."""
+    digests = [item["metadata"].get("annotations", {}).get(RENDERED) for item in (live, rendered)]
+    return digests[0] is not None and digests[0] == digests[1]
+
+
+def content(item: Object) -> Object:
+    """Return what an object asks for: its fields without metadata and status."""
+    return {key: value for key, value in item.items() if key not in ("apiVersion", "kind", "metadata", "status")}
+
+
+def content_digest(item: Object) -> str:
+    """Digest of what an object asks for."""
+    return digest(content(item))
+
+
+def digest(value: object) -> str:
+    """Return a short digest of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -15,6 +15,7 @@ from nexrl_operator.observed import (
     seconds,
 )
 from nexrl_operator.revisions import template_revision
+from nexrl_operator.troubles import find_trouble
 
 PROGRESS_SECONDS = 10.0
 """Shortest time between two writes of the progress."""
@@ -191,7 +192,7 @@ def _admission(observed: Observed, renderer: Renderer, verdict: Verdict) -> Iter
 
 
 def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: Mapping[str, str]) -> _Condition:
-    seen, trouble = observed.seen, observed.trouble()
+    seen, trouble = observed.seen, find_trouble(observed)
     if verdict.accepted != "Accepted":
         return "Ready", "False", verdict.accepted, verdict.accepted_message
     if is_finished(observed.status, is_suspended=spec.suspend):
@@ -218,8 +219,7 @@ def _ready(observed: Observed, spec: ExperimentSpec, verdict: Verdict, missing: 
 
 def _unmade(observed: Observed, missing: Iterable[str]) -> str:
     names = [name for name in missing if not observed.living(name)]
-    told = "`kubectl get events --field-selector reason=FailedCreate` shows why, if this does not change"
-    return f"; no pod yet of {', '.join(names)}: {told}" if names else ""
+    return f"; no pod yet of {', '.join(names)}" if names else ""
 
 
 def _stalled(observed: Observed, verdict: Verdict) -> _Condition:

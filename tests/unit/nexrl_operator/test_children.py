@@ -157,6 +157,45 @@ def test_a_template_adds_gpus_and_keeps_what_finds_the_pods() -> None:
     assert job["metadata"]["annotations"][REVISION]
 
 
+def test_memory_of_components_without_a_model_is_limited_unless_the_template_names_it() -> None:
+    def resources(**given: Object) -> Object:
+        template = {"spec": {"containers": [{"name": "nexrl", "resources": given}]}}
+        made = renderer(rollout={"maxNewTokens": 8, "template": template}).workloads(1)["rollout"]
+        found: Object = container(made)["resources"]
+        return found
+
+    assert resources()["limits"] == {"memory": "16Gi"}
+    assert resources(limits={"nvidia.com/gpu": 1})["limits"] == {"memory": "16Gi", "nvidia.com/gpu": 1}
+    assert resources(requests={"cpu": 4})["limits"] == {"memory": "16Gi"}
+    assert resources(limits={"memory": "1Gi"})["limits"] == {"memory": "1Gi"}
+    assert "limits" not in resources(requests={"memory": "32Gi"})  # below it, the API server would refuse the pod
+    limited = {name for name, item in renderer().workloads(1).items() if "limits" in container(item)["resources"]}
+    assert limited == {"controller", "trajectory-pool", "weight-sync", "rollout"}
+
+
+@pytest.mark.parametrize(
+    "containers",
+    [7, [7], [{}], [{"name": "nexrl", "resources": 7}], [{"name": "nexrl", "resources": {"requests": 7}}]],
+)
+def test_a_template_that_is_no_pod_is_rendered_for_the_api_server_to_refuse(containers: Any) -> None:
+    made = renderer(rollout={"maxNewTokens": 8, "template": {"spec": {"containers": containers}}})
+    assert made.workloads(1)["rollout"]["spec"]["template"]["spec"]["containers"]
+
+
+def test_volumes_in_memory_have_a_size_that_a_template_replaces() -> None:
+    volume = {"name": "shared-memory", "emptyDir": {"sizeLimit": "64Gi"}}
+    made = renderer(trainer={"steps": 4, "template": {"spec": {"volumes": [volume]}}}).workloads(1)
+    for item in made.values():
+        volumes = item["spec"]["template"]["spec"]["volumes"]
+        in_memory = [each["emptyDir"] for each in volumes if each.get("emptyDir", {}).get("medium") == "Memory"]
+        assert in_memory
+        assert all("sizeLimit" in each for each in in_memory)
+    [shared] = [
+        each for each in made["trainer"]["spec"]["template"]["spec"]["volumes"] if each["name"] == "shared-memory"
+    ]
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+
+
 def test_lists_without_names_are_replaced() -> None:
     assert lay_over({"args": [1, 2], "kept": 1}, {"args": [3]}) == {"args": [3], "kept": 1}
 

@@ -1,0 +1,213 @@
+"""Why pods of an experiment do not run or are not created: object, cause and remedy, for the status. Pure.
+
+The kubelet and Kubernetes' controllers tell some causes only in Events: volumes that cannot be mounted, and pods that
+the API server refuses.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nexrl_operator.objects import Object
+from nexrl_operator.observed import (
+    MAIN_CONTAINER,
+    Observed,
+    component_of,
+    condition,
+    experiment_of,
+    has_ended,
+    has_finished,
+    is_deleted,
+    seconds,
+    template_path,
+    words,
+)
+
+START_SECONDS = 45.0
+"""Time after which a container that runs and does not answer its startup probe is named."""
+_HOPELESS = {
+    "CreateContainerConfigError": "refers to an object that does not exist",
+    "CreateContainerError": "cannot be created",
+    "RunContainerError": "cannot be started",
+    "InvalidImageName": "has an invalid image name",
+    "ErrImagePull": "cannot pull its image",
+    "ImagePullBackOff": "cannot pull its image",
+    "ErrImageNeverPull": "has no image on the node, and must not pull it",
+    "CrashLoopBackOff": "keeps ending",
+}
+"""Reasons of waiting containers that need a change by the user."""
+_MOUNT_REASONS = ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox")
+_MISSING = re.compile(
+    r"""(?P<kind>secret|configmap|persistentvolumeclaim) "(?P<name>[^"]+)" not found""", re.IGNORECASE
+)
+_OWN = ("tls", "redis", "experiment", "run")
+"""Last parts of the names of objects that the operator creates."""
+_KINDS = {"secret": "Secret", "configmap": "ConfigMap", "persistentvolumeclaim": "PersistentVolumeClaim"}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The reason why a pod does not run."""
+
+    reason: str
+    message: str
+
+
+def find_trouble(observed: Observed) -> Trouble | None:
+    """Return the first reason found why a pod does not run or is not created; None if there is none."""
+    for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"])):
+        if has_ended(pod) or is_deleted(pod):
+            continue
+        if (found := _trouble_of(pod, observed.warnings, observed.now)) is not None:
+            return found
+    return next(_uncreated(observed), None)
+
+
+def next_trouble_seconds(observed: Observed) -> float | None:
+    """Return the seconds until a container that now starts has been starting for too long; None if none starts."""
+    pods = [pod for pod in observed.pods if not has_ended(pod)]
+    found = [START_SECONDS - _starting_seconds(each, observed.now) for pod in pods for each in _statuses(pod)]
+    return min((seconds for seconds in found if 0 < seconds < START_SECONDS), default=None)
+
+
+# pods -----------------------------------------------------------------------------------------------------------------
+
+
+def _trouble_of(pod: Object, warnings: Mapping[str, Sequence[Object]], now: float) -> Trouble | None:
+    name = pod["metadata"]["name"]
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        message = f"pod {name}: {scheduled.get('message', '')}"
+        return Trouble(scheduled.get("reason", "Unschedulable"), message + _remedy(pod, "", message))
+    containers = _statuses(pod, "initContainerStatuses"), _statuses(pod)
+    for status in (*containers[0], *containers[1]):
+        if (found := _trouble_of_container(pod, status)) is not None:
+            return found
+    return _mount_trouble(pod, warnings) or _slow_start(pod, *containers, now)
+
+
+def _trouble_of_container(pod: Object, status: Mapping[str, Any]) -> Trouble | None:
+    container, state = status["name"], status.get("state", {})
+    waiting, ended = state.get("waiting", {}), state.get("terminated", {})
+    reason = waiting.get("reason", "")
+    if reason in _HOPELESS:
+        message = f"{_subject(pod, container)} {_HOPELESS[reason]}: {waiting.get('message', '')}"
+        last = status.get("lastState", {}).get("terminated") or {}
+        code = f"exit code {last['exitCode']}" if "exitCode" in last else ""
+        told = [message + _remedy(pod, reason, message, container), words(pod, container, last), code]
+        return Trouble(reason, "\n".join(filter(None, told)))
+    # The end of the main container is reported to the controller, which decides about it.
+    if ended.get("exitCode") and container != MAIN_CONTAINER:
+        message = f"{_subject(pod, container)} has ended with exit code {ended['exitCode']}"
+        told = [message + _remedy(pod, "", message, container), words(pod, container, ended)]
+        return Trouble("ContainerFailed", "\n".join(filter(None, told)))
+    return None
+
+
+def _mount_trouble(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Trouble | None:
+    statuses = [*_statuses(pod, "initContainerStatuses"), *_statuses(pod)]
+    has_begun = any(each.get("lastState") or each.get("state", {}).keys() - {"waiting"} for each in statuses)
+    if has_begun or condition(pod, "PodReadyToStartContainers").get("status") == "True":
+        return None  # the Event is about an earlier attempt
+    event = _newest(warnings.get(pod["metadata"].get("uid", ""), ()), _MOUNT_REASONS)
+    if event is None:
+        return None
+    message = f"pod {pod['metadata']['name']}: {event.get('message', '')}"
+    return Trouble(event["reason"], message + _remedy(pod, event["reason"], message))
+
+
+def _slow_start(
+    pod: Object, init: Sequence[Mapping[str, Any]], main: Sequence[Mapping[str, Any]], now: float
+) -> Trouble | None:
+    """Return what a pod waits for whose containers run: an init container, or code that never gets ready."""
+    if any(each.get("state", {}).get("waiting", {}).get("reason") == "PodInitializing" for each in main):
+        running = next((each for each in init if "running" in each.get("state", {}) and not each.get("started")), None)
+        if running is not None:
+            log = f"`kubectl logs {pod['metadata']['name']} --container={running['name']}` shows what it does"
+            message = f"{_subject(pod, running['name'])} is an init container that has not ended; {log}"
+            return Trouble("InitContainerRunning", message)
+    for status in main:
+        if _starting_seconds(status, now) >= START_SECONDS:
+            since, name = status["state"]["running"]["startedAt"], pod["metadata"]["name"]
+            log = f"`kubectl logs {name} --container={status['name']}` shows what it does"
+            message = (
+                f"{_subject(pod, status['name'])} runs since {since} and does not answer yet: it loads a model, or"
+            )
+            return Trouble("NotStarted", f"{message} code that it imports does not end; {log}")
+    return None
+
+
+def _starting_seconds(status: Mapping[str, Any], now: float) -> float:
+    """Return how long a container has run without being started; 0 if it is started or does not run."""
+    running = status.get("state", {}).get("running", {})
+    if status.get("started", True) or status.get("ready") or "startedAt" not in running:
+        return 0.0
+    return max(0.0, now - seconds(running["startedAt"]))
+
+
+# pods that do not exist -----------------------------------------------------------------------------------------------
+
+
+def _uncreated(observed: Observed) -> Iterator[Trouble]:
+    """Yield why the API server refuses the pods of components that lack pods."""
+    for child in observed.children:
+        spec = child.get("spec", {})
+        wanted = spec.get("replicas", spec.get("parallelism", 0))
+        if "template" not in spec or is_deleted(child) or has_finished(child) is not None:
+            continue
+        if len(observed.living(component_of(child))) >= wanted:
+            continue
+        failure = condition(child, "ReplicaFailure")
+        event = _newest(observed.warnings.get(child["metadata"].get("uid", ""), ()), ("FailedCreate",))
+        told = failure.get("message") if failure.get("status") == "True" else (event or {}).get("message")
+        if told:
+            message = f"{child['kind']} {child['metadata']['name']} cannot create its pods: {told}"
+            yield Trouble("FailedCreate", message + _remedy(child, "FailedCreate", message))
+
+
+def _newest(events: Sequence[Object], reasons: Sequence[str]) -> Object | None:
+    known = [event for event in events if event.get("reason") in reasons]
+    return max(known, key=_time_of, default=None)
+
+
+def _time_of(event: Object) -> float:
+    told = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp")
+    return seconds(told or "")
+
+
+# texts ----------------------------------------------------------------------------------------------------------------
+
+
+def _subject(pod: Object, container: str) -> str:
+    name = pod["metadata"]["name"]
+    return f"pod {name}" if container == MAIN_CONTAINER else f"container {container} of pod {name}"
+
+
+def _remedy(item: Object, reason: str, message: str, container: str = "") -> str:
+    """Return what to do, as the end of a sentence; "" if the message says all."""
+    template = template_path(item)
+    if missing := _MISSING.search(message):
+        what = f"{_KINDS[missing['kind'].lower()]} {missing['name']}"
+        if missing["name"].removeprefix(f"{experiment_of(item)}-") in _OWN:
+            return f"; the operator creates the {what} within a minute"
+        return f"; create the {what} in the namespace {item['metadata'].get('namespace')}, or correct {template}"
+    if "image" in reason.lower():
+        return f"; correct the image in {template}, the chart's images, or the pod's imagePullSecrets"
+    for words_of_cause, remedy in (
+        ("exceeded quota", "raise the ResourceQuota, or lower the requests in"),
+        ("must specify", "set what the quota asks for in"),
+        ("violates PodSecurity", "remove what it names from"),
+        ("is forbidden", "correct what it names in"),
+        ("couldn't find key", "add the key, or correct"),
+    ):
+        if words_of_cause in message:
+            return f"; {remedy} {template}"
+    if reason == "CrashLoopBackOff" and container == MAIN_CONTAINER:
+        return ""  # its log says what to do
+    return f"; correct the container {container} in {template}" if container else ""
+
+
+def _statuses(pod: Object, kind: str = "containerStatuses") -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = pod.get("status", {}).get(kind) or []
+    return found
