@@ -150,9 +150,10 @@ class Executor:
 
     async def _renew_secrets(self, current: Reconciliation, items: Sequence[Object]) -> None:
         observed, state = current.observed, current.state
-        if not items and observed.now - state.secrets_checked_at < RENEW_SECONDS:
+        is_running = bool(observed.workloads("controller"))  # else it waits for a predecessor of its name to go
+        if not items and (not is_running or observed.now - state.secrets_checked_at < RENEW_SECONDS):
             return
-        secrets = await self._credentials.objects(current.renderer)
+        secrets = await self._credentials.objects(current.renderer, is_running=is_running)
         await require_free_names(self._api, observed, [*secrets, *items])
         for item in secrets:
             await self._api.apply(item)

@@ -1,12 +1,12 @@
-"""Expires the keys in Redis of deleted experiments. Best effort: experiments have no finalizer."""
+"""Expires the keys of ended experiments in the release's Redis. Best effort: experiments have no finalizer."""
 
 import asyncio
 import logging
-from contextlib import aclosing
-from urllib.parse import quote, urlsplit, urlunsplit
+
+import aiohttp
 
 from nexrl.errors import NexrlError
-from nexrl.store import connect_redis, expire_experiment
+from nexrl.store import expire_experiment
 from nexrl_operator.credentials import Credentials
 
 log = logging.getLogger(__name__)
@@ -18,40 +18,42 @@ STOP_SECONDS = 180.0
 
 
 class LedgerExpiry:
-    """Expires the keys of experiments whose ledger is in the release's Redis."""
+    """Expires the keys of experiments whose ledger is in the release's Redis, which they may not list themselves."""
 
-    def __init__(self, url: str, credentials: Credentials) -> None:
-        self._url = url
+    def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()  # a sweep reads the names of all keys
 
-    def expire(self, ledger: str) -> None:
-        """Set the TTL of the ledger's keys now, and again when its pods have ended."""
-        task = asyncio.create_task(self._expire(ledger))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def expire(self, ledger: str, ttl_seconds: int) -> None:
+        """Set the TTL of the keys of an experiment that has ended."""
+        self._begin(ledger, ttl_seconds, is_deleted=False)
+
+    def forget(self, ledger: str) -> None:
+        """Delete the user of a deleted experiment, and set the TTL of its keys."""
+        self._begin(ledger, KEPT_SECONDS, is_deleted=True)
 
     def close(self) -> None:
         """Cancel what has not been done yet."""
         for task in self._tasks:
             task.cancel()
 
-    async def _expire(self, ledger: str) -> None:
-        for pause_seconds in (0.0, STOP_SECONDS):
+    def _begin(self, ledger: str, ttl_seconds: int, is_deleted: bool) -> None:
+        task = asyncio.create_task(self._expire(ledger, ttl_seconds, is_deleted))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _expire(self, ledger: str, ttl_seconds: int, is_deleted: bool) -> None:
+        for pause_seconds in (0.0, STOP_SECONDS):  # again when its pods have ended
             await asyncio.sleep(pause_seconds)
             try:
-                async with aclosing(await connect_redis(await self._url_with_secrets())) as connection:
-                    await expire_experiment(connection, ledger, KEPT_SECONDS)
-            except NexrlError as error:
+                async with self._turn:
+                    await self._sweep(ledger, ttl_seconds, is_deleted)
+            except (NexrlError, aiohttp.ClientError, OSError) as error:
                 log.warning("%s: cannot set the TTL of its keys in Redis: %s", ledger, error)
 
-    async def _url_with_secrets(self) -> str:
-        """Return the URL that pods use, with the password and the path of the CA certificate in this process."""
-        parts = urlsplit(self._url)
-        password = await self._credentials.redis_password()
-        address = parts.netloc
-        if password:
-            user, _, host = parts.netloc.rpartition("@")
-            address = f"{quote(user)}:{quote(password, safe='')}@{host}"
-        query = parts.query.replace("/etc/nexrl/tls/ca.crt", str(self._credentials.ca_file))
-        return urlunsplit(parts._replace(netloc=address, query=query))
+    async def _sweep(self, ledger: str, ttl_seconds: int, is_deleted: bool) -> None:
+        async with self._credentials.release_redis() as redis:
+            if is_deleted:
+                await self._credentials.redis_logins.delete(redis, ledger)
+            await expire_experiment(redis, ledger, ttl_seconds)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import aiohttp
 from prometheus_client import Counter, Histogram
 
+from nexrl.components import BY_NAME
 from nexrl.errors import NexrlError
 from nexrl.k8s.api import Api, ApiError
 from nexrl.spec import SpecError
@@ -50,7 +51,7 @@ class Reconciler:
         self.caches = Caches(settings, queue.add)
         self._reporter = Reporter(api, self.caches, settings.pod_name)
         self._executor = Executor(api, self.caches, clients, credentials, self._reporter)
-        self._ledger_expiry = LedgerExpiry(settings.redis_url, credentials)
+        self._ledger_expiry = LedgerExpiry(credentials)
         self._states: dict[Key, ExperimentState] = {}
 
     def close(self) -> None:
@@ -105,6 +106,7 @@ class Reconciler:
         status = new_status(observed, renderer, verdict)
         await self._reporter.write_status(observed, status, state)
         self._requeue(current, outcome, status)
+        self._expire_ledger(current)
 
     async def _state_of(self, key: Key, resource: Object | None) -> ExperimentState | None:
         """Return the state of the experiment; None if it is gone. Cleans up after another one of its name."""
@@ -114,7 +116,7 @@ class Reconciler:
             await self._forget(key, state)
             del self._states[key]
             if state.ledger:
-                self._ledger_expiry.expire(state.ledger)
+                self._ledger_expiry.forget(state.ledger)
         return self._states.setdefault(key, ExperimentState(uid)) if resource is not None else None
 
     async def _forget(self, key: Key, state: ExperimentState) -> None:
@@ -123,6 +125,14 @@ class Reconciler:
         self._queue.forget(key)
         self._reporter.forget(key, state)
         state.audit_failing_since, state.secrets_checked_at = None, 0.0
+
+    def _expire_ledger(self, current: Reconciliation) -> None:
+        """Have the keys expire once the experiment has ended, and nothing of it writes any more."""
+        state, redis = current.state, current.renderer.experiment.spec.redis
+        has_ended = current.plan.stage is Stage.CLEAR and not current.observed.living(*BY_NAME)
+        if has_ended and not state.is_expiring and redis.url is None and redis.ttl_seconds_after_finished is not None:
+            state.is_expiring = True
+            self._ledger_expiry.expire(state.ledger, redis.ttl_seconds_after_finished)
 
     def _requeue(self, current: Reconciliation, outcome: Outcome, status: Object) -> None:
         """Look at the experiment again when time alone changes what to do."""
