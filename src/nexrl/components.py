@@ -76,7 +76,7 @@ class Wiring:
     trajectory_pool: str = ""
     weight_sync: str = ""
     redis_url: str = ""
-    redis_is_private: bool = False
+    redis_is_managed: bool = False
 
     def environment(self, component: Component, spec: ExperimentSpec) -> dict[str, str]:
         """Return the variables of a component's processes that do not depend on where they run."""
@@ -92,6 +92,6 @@ class Wiring:
         }
         if component.uses_redis:
             variables["NEXRL_REDIS_URL"] = self.redis_url
-            if self.redis_is_private:
-                variables["NEXRL_REDIS_IS_PRIVATE"] = "true"
+            if self.redis_is_managed:
+                variables["NEXRL_REDIS_IS_MANAGED"] = "true"
         return variables

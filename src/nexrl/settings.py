@@ -37,8 +37,9 @@ class Settings(BaseSettings):
     redis_url: str = Field(
         default="", description="URL of Redis, as redis.url of the experiment, without the password."
     )
-    redis_is_private: bool = Field(
-        default=False, description="Whether this Redis belongs to the run: its data is in the run's folder."
+    redis_is_managed: bool = Field(
+        default=False,
+        description="Whether launcher or operator decides how long keys stay in Redis, and not the controller.",
     )
     controller: str = Field(default="", description="gRPC address of the controller.")
     trajectory_pool: str = Field(default="", description="gRPC address of the trajectory pool.")

@@ -11,6 +11,7 @@ from nexrl.errors import FailedPreconditionError
 from nexrl.local.components import free_ports
 from nexrl.local.ownership import owned
 from nexrl.store import Redis, connect_redis, expire_experiment, keep_experiment, key_prefix, owner_key
+from nexrl_trajectory_pool.ledger import train_batches
 from tests.support.ledger_run import PASSWORD, PROGRAMS, experiment_of_node, journey, needs_openssl, program
 from tests.support.marks import ROOT
 from tests.support.redis_servers import (
@@ -42,6 +43,7 @@ async def test_a_cluster_each_of_whose_nodes_has_an_experiment(
 def login(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The documented user as an administrator makes it; its password is in our environment."""
     monkeypatch.setenv("NEXRL_REDIS_PASSWORD", PASSWORD)
+    monkeypatch.setattr(train_batches, "PIECE_BYTES", 4)  # train batches are put in pieces
     rule = re.search(r"^user (nexrl .*)$", (ROOT / "docs/how-to/redis.md").read_text(), re.MULTILINE)
     assert rule is not None
     return rule[1].replace("PASSWORD", PASSWORD).split()

@@ -54,7 +54,7 @@ class Keys:
 
     @asynccontextmanager
     async def controller(
-        self, *, is_private: bool = False, **redis: object
+        self, *, is_managed: bool = False, **redis: object
     ) -> AsyncIterator["ControllerServiceAsyncStub"]:
         """A process that serves, and ends with the block."""
         settings = Settings(
@@ -62,7 +62,7 @@ class Keys:
             run_dir=self._folder,
             instance="controller",
             redis_url=self._url,
-            redis_is_private=is_private,
+            redis_is_managed=is_managed,
         )
         process = ServiceProcess("controller", settings, experiment(self._name, suspend=True, redis=redis))
         async with asyncio.TaskGroup() as tasks, connect(process.address) as channel:
@@ -106,10 +106,10 @@ async def test_the_keys_end_some_time_after_the_experiment_and_are_kept_when_it_
     assert await keys.ttl(keys.early) == -1  # a suspended experiment has not ended
 
 
-@pytest.mark.parametrize("is_private", [True, False])
-async def test_keys_stay_for_ever_in_a_run_s_folder_and_where_it_is_asked_for(keys: Keys, is_private: bool) -> None:
-    ttl_seconds = TTL_SECONDS if is_private else None
-    async with keys.controller(is_private=is_private, ttlSecondsAfterFinished=ttl_seconds) as stub:
+@pytest.mark.parametrize("is_managed", [True, False])
+async def test_keys_stay_for_ever_in_a_run_s_folder_and_where_it_is_asked_for(keys: Keys, is_managed: bool) -> None:
+    ttl_seconds = TTL_SECONDS if is_managed else None
+    async with keys.controller(is_managed=is_managed, ttlSecondsAfterFinished=ttl_seconds) as stub:
         await keys.write(keys.early)
         await end(stub)
     assert [await keys.ttl(name) for name in (keys.state, keys.early)] == [-1, -1]

@@ -52,6 +52,7 @@ GRPC = {
 }
 
 REDIS = {
+    "nexrl.redis_users",
     "nexrl.store",
     "nexrl_controller.state_store",
     "nexrl_trajectory_pool.wakeups",

@@ -46,7 +46,7 @@ async def start(process: ServiceProcess) -> None:
 
 
 async def _retain(process: ServiceProcess, controller: Controller, redis: Redis) -> None:
-    if process.settings.redis_is_private:
+    if process.settings.redis_is_managed:
         return
     retention = Retention(
         redis, controller, process.experiment.ledger, process.experiment.spec.redis.ttl_seconds_after_finished

@@ -1,19 +1,24 @@
 """Certificates and passwords of experiments, and the operator's own certificate. Controllers check the latter."""
 
+import asyncio
 import base64
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from nexrl.components import BY_NAME
 from nexrl.errors import FailedPreconditionError
 from nexrl.k8s.api import CERTIFICATE, SECRET, Api, Kind
+from nexrl.store import Redis, connect_redis
 from nexrl.tls import OPERATOR, Tls, experiment_name
 from nexrl_operator.authority import Issued, is_good, issue
 from nexrl_operator.children import Renderer
 from nexrl_operator.objects import Object, Owner
 from nexrl_operator.observed import owner_uid
+from nexrl_operator.redis_logins import RedisLogins
 from nexrl_operator.settings import OperatorSettings
 
 RENEW_SECONDS = 6 * 3600.0
@@ -30,6 +35,7 @@ class Credentials:
         self._settings = settings
         self._folder = folder or Path(tempfile.mkdtemp(prefix="nexrl-operator-"))
         self._ca: Issued | None = None
+        self.redis_logins = RedisLogins(self.release_redis)
 
     async def begin(self) -> None:
         """Get the operator's own certificate. Raises FailedPreconditionError if there is none."""
@@ -46,11 +52,26 @@ class Credentials:
         """The file with the certificate of the authority. It exists only if TLS is enabled."""
         return self._folder / "ca.crt"
 
-    async def redis_password(self) -> str:
-        """Return the password of the release's Redis; "" if none is set.
+    @asynccontextmanager
+    async def release_redis(self) -> AsyncIterator[Redis]:
+        """Open the release's Redis with the operator's own rights, which no pod of an experiment gets.
 
-        Raises FailedPreconditionError if the Secret does not contain the password.
+        Raises FailedPreconditionError if Redis does not admit the operator, UnavailableError if nothing answers.
         """
+        parts = urlsplit(self._settings.redis_url)
+        password, address = await self._redis_password(), parts.netloc
+        if password:
+            user, _, host = address.rpartition("@")
+            address = f"{user}:{quote(password, safe='')}@{host}"
+        query = parts.query.replace("/etc/nexrl/tls/ca.crt", str(self.ca_file))  # where pods have it
+        try:
+            async with aclosing(await connect_redis(urlunsplit(parts._replace(netloc=address, query=query)))) as redis:
+                yield redis
+        finally:  # redis-py may lose a cancellation; then the operator would never end
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise asyncio.CancelledError
+
+    async def _redis_password(self) -> str:
         if not self._settings.redis_secret:
             return ""
         name, _, key = self._settings.redis_secret.partition("/")
@@ -69,36 +90,51 @@ class Credentials:
     def kept(self, renderer: Renderer) -> list[tuple[Kind, str]]:
         """Return kind and name of the objects that `objects` returns while none of them exists."""
         name, kept = renderer.owner.name, []
-        if self._has_redis_secret(renderer):
+        if renderer.experiment.spec.redis.url is None:
             kept.append((SECRET, f"{name}-redis"))
         if self._settings.tls in ("operator", "certManager"):
             kept.append((SECRET if self._settings.tls == "operator" else CERTIFICATE, f"{name}-tls"))
         return kept
 
-    def _has_redis_secret(self, renderer: Renderer) -> bool:
-        return bool(self._settings.redis_secret) and renderer.experiment.spec.redis.url is None
+    async def objects(self, renderer: Renderer, *, is_running: bool) -> list[Object]:
+        """Return the Secrets and the cert-manager Certificate of an experiment that must be applied now.
 
-    async def objects(self, renderer: Renderer) -> list[Object]:
-        """Return the Secrets and the cert-manager Certificate of an experiment that must be applied now."""
+        Its user in Redis exists afterwards, or as soon as Redis answers. Raises FailedPreconditionError.
+        """
         owner, settings, made = renderer.owner, self._settings, []
-        if self._has_redis_secret(renderer):
-            made.append(_secret(renderer, "redis", {"password": (await self.redis_password()).encode()}))
+        if renderer.experiment.spec.redis.url is None:
+            made += await self._redis_login(renderer, is_running)
         if settings.tls == "operator":
             made += await self._issued(renderer)
         elif settings.tls == "certManager":
             made.append(self._certificate(owner))
         return made
 
+    async def _redis_login(self, renderer: Renderer, is_running: bool) -> list[Object]:
+        owner, held = renderer.owner, await self._held(renderer.owner, "redis")
+        is_made = "username" in held
+        if is_running and held and not is_made:
+            return []  # pods of an older release, which have the shared password until they start again
+        password = held["password"].decode() if is_made else self.redis_logins.password(owner.ledger)
+        await self.redis_logins.put(owner.ledger, password)
+        login = {"username": owner.ledger.encode(), "password": password.encode()}
+        return [] if is_made else [_secret(renderer, "redis", login)]
+
+    async def _held(self, owner: Owner, suffix: str) -> Mapping[str, bytes]:
+        """Return what a Secret of this experiment contains; nothing if it does not exist, or belongs to another."""
+        known = await self._api.get(SECRET, owner.namespace, f"{owner.name}-{suffix}")
+        if known is None or owner_uid(known) != owner.uid:
+            return {}
+        return {key: base64.b64decode(value) for key, value in known.get("data", {}).items()}
+
     async def _issued(self, renderer: Renderer) -> list[Object]:
         assert self._ca is not None
         owner = renderer.owner
-        known = await self._api.get(SECRET, owner.namespace, f"{owner.name}-tls")
         name = experiment_name(owner.namespace, owner.name)
-        if known is not None and owner_uid(known) == owner.uid:
-            held = {key: base64.b64decode(value) for key, value in known.get("data", {}).items()}
-            issued = Issued(held.get("tls.crt", b""), held.get("tls.key", b""))
-            if is_good(self._ca, issued, [name, *_names(owner)], datetime.now(UTC)):
-                return []
+        held = await self._held(owner, "tls")
+        issued = Issued(held.get("tls.crt", b""), held.get("tls.key", b""))
+        if is_good(self._ca, issued, [name, *_names(owner)], datetime.now(UTC)):
+            return []
         issued = issue(self._ca, _names(owner), name)
         files = {"tls.crt": issued.certificate, "tls.key": issued.key, "ca.crt": self._ca.certificate}
         return [_secret(renderer, "tls", files)]

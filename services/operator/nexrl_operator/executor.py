@@ -156,10 +156,12 @@ class Executor:
 
     async def _renew_secrets(self, current: Reconciliation, items: Sequence[Object]) -> None:
         observed, state = current.observed, current.state
-        missing = await self._missing_secrets(current)
-        if not items and not missing and observed.now - state.secrets_renewed_at < RENEW_SECONDS:
+        is_running = bool(observed.workloads("controller"))  # else it waits for a predecessor of its name to go
+        missing = await self._missing_secrets(current) if is_running else []
+        is_due = is_running and observed.now - state.secrets_renewed_at >= RENEW_SECONDS
+        if not items and not missing and not is_due:
             return
-        secrets = await self._credentials.objects(current.renderer)
+        secrets = await self._credentials.objects(current.renderer, is_running=is_running)
         await require_free_names(self._api, observed, [*secrets, *items])
         for item in secrets:
             await self._api.apply(item)

@@ -11,6 +11,8 @@ class ExperimentState:
     """UID of the experiment. A later experiment with the same name gets a new state."""
     ledger: str = ""
     """Name of the experiment's ledger in the release's Redis; "" while it has no ledger there."""
+    is_expiring: bool | None = None
+    """Whether the keys of its ledger have got their TTL, because it has ended; None: not known yet."""
     shown_phase: str = ""
     """The phase that the metrics show; "" if they show none."""
     audit_failing_since: float | None = None

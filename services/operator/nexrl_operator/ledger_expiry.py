@@ -1,12 +1,13 @@
-"""Expires the keys in Redis of deleted experiments. Best effort: experiments have no finalizer."""
+"""Expires the keys of ended experiments in the release's Redis. Best effort: experiments have no finalizer."""
 
 import asyncio
 import logging
-from contextlib import aclosing
-from urllib.parse import quote, urlsplit, urlunsplit
+from collections.abc import Awaitable, Callable
+
+import aiohttp
 
 from nexrl.errors import NexrlError
-from nexrl.store import connect_redis, expire_experiment
+from nexrl.store import Redis, expire_experiment, keep_experiment
 from nexrl_operator.credentials import Credentials
 
 log = logging.getLogger(__name__)
@@ -18,40 +19,47 @@ STOP_SECONDS = 180.0
 
 
 class LedgerExpiry:
-    """Expires the keys of experiments whose ledger is in the release's Redis."""
+    """Expires the keys of experiments whose ledger is in the release's Redis, which they may not list themselves."""
 
-    def __init__(self, url: str, credentials: Credentials) -> None:
-        self._url = url
+    def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """By ledger: the newest decision replaces an older one."""
+        self._turn = asyncio.Lock()  # a sweep reads the names of all keys
 
-    def expire(self, ledger: str) -> None:
-        """Set the TTL of the ledger's keys now, and again when its pods have ended."""
-        task = asyncio.create_task(self._expire(ledger))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def expire(self, ledger: str, ttl_seconds: int) -> None:
+        """Set the TTL of the keys of an experiment that has ended."""
+        self._begin(ledger, lambda redis: expire_experiment(redis, ledger, ttl_seconds))
+
+    def keep(self, ledger: str) -> None:
+        """Remove the TTL of the keys of an experiment that goes on."""
+        self._begin(ledger, lambda redis: keep_experiment(redis, ledger))
+
+    def forget(self, ledger: str) -> None:
+        """Delete the user of a deleted experiment, and set the TTL of its keys."""
+
+        async def sweep(redis: Redis) -> None:
+            await self._credentials.redis_logins.delete(redis, ledger)
+            await expire_experiment(redis, ledger, KEPT_SECONDS)
+
+        self._begin(ledger, sweep)
 
     def close(self) -> None:
         """Cancel what has not been done yet."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
 
-    async def _expire(self, ledger: str) -> None:
-        for pause_seconds in (0.0, STOP_SECONDS):
+    def _begin(self, ledger: str, sweep: Callable[[Redis], Awaitable[None]]) -> None:
+        if (older := self._tasks.pop(ledger, None)) is not None:
+            older.cancel()
+        task = self._tasks[ledger] = asyncio.create_task(self._sweep_twice(ledger, sweep))
+        task.add_done_callback(lambda _: self._tasks.pop(ledger) if self._tasks.get(ledger) is task else None)
+
+    async def _sweep_twice(self, ledger: str, sweep: Callable[[Redis], Awaitable[None]]) -> None:
+        for pause_seconds in (0.0, STOP_SECONDS):  # again when its pods have ended, or Redis answers
             await asyncio.sleep(pause_seconds)
             try:
-                async with aclosing(await connect_redis(await self._url_with_secrets())) as connection:
-                    await expire_experiment(connection, ledger, KEPT_SECONDS)
-            except NexrlError as error:
+                async with self._turn, self._credentials.release_redis() as redis:
+                    await sweep(redis)
+            except (NexrlError, aiohttp.ClientError, OSError) as error:
                 log.warning("%s: cannot set the TTL of its keys in Redis: %s", ledger, error)
-
-    async def _url_with_secrets(self) -> str:
-        """Return the URL that pods use, with the password and the path of the CA certificate in this process."""
-        parts = urlsplit(self._url)
-        password = await self._credentials.redis_password()
-        address = parts.netloc
-        if password:
-            user, _, host = parts.netloc.rpartition("@")
-            address = f"{quote(user)}:{quote(password, safe='')}@{host}"
-        query = parts.query.replace("/etc/nexrl/tls/ca.crt", str(self._credentials.ca_file))
-        return urlunsplit(parts._replace(netloc=address, query=query))

@@ -161,20 +161,22 @@ class PodTemplates:
             }
         for name, value in values.items():
             yield variable(name, value)
-        if component.uses_redis and self.settings.redis_secret and self.experiment.spec.redis.url is None:
+        if component.uses_redis and self.experiment.spec.redis.url is None:
             yield {
                 "name": "NEXRL_REDIS_PASSWORD",
                 "valueFrom": {"secretKeyRef": {"name": f"{self.owner.name}-redis", "key": "password"}},
             }
 
     def _wiring(self) -> Wiring:
+        own_url = self.experiment.spec.redis.url
         return Wiring(
             experiment_file=EXPERIMENT_FOLDER / "experiment.yaml",
             run_folder=RUN_FOLDER,
             controller=self.owner.address("controller"),
             trajectory_pool=self.owner.address("trajectory-pool"),
             weight_sync=self.owner.address("weight-sync"),
-            redis_url=self.experiment.spec.redis.url or self.settings.redis_url,
+            redis_url=own_url or self.settings.redis_url_of(self.owner.ledger),
+            redis_is_managed=own_url is None,
         )
 
     def _volumes(self, component: str) -> Iterator[tuple[str, tuple[Path, Object]]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import aiohttp
 from prometheus_client import Counter, Histogram
 
+from nexrl.components import BY_NAME
 from nexrl.errors import NexrlError
 from nexrl.k8s.api import Api, ApiError
 from nexrl.spec import SpecError
@@ -51,7 +52,7 @@ class Reconciler:
         self.caches = Caches(settings, queue.add)
         self._reporter = Reporter(api, self.caches, settings.pod_name)
         self._executor = Executor(api, self.caches, clients, credentials, self._reporter)
-        self._ledger_expiry = LedgerExpiry(settings.redis_url, credentials)
+        self._ledger_expiry = LedgerExpiry(credentials)
         self._states: dict[Key, ExperimentState] = {}
 
     def close(self) -> None:
@@ -106,6 +107,7 @@ class Reconciler:
         status = new_status(observed, renderer, verdict)
         await self._reporter.write_status(observed, status, state)
         self._requeue(current, outcome, status)
+        self._set_ttl(current)
 
     async def _state_of(self, key: Key, resource: Object | None) -> ExperimentState | None:
         """Return the state of the experiment; None if it is gone. Cleans up after another one of its name."""
@@ -115,7 +117,7 @@ class Reconciler:
             await self._forget(key, state)
             del self._states[key]
             if state.ledger:
-                self._ledger_expiry.expire(state.ledger)
+                self._ledger_expiry.forget(state.ledger)
         return self._states.setdefault(key, ExperimentState(uid)) if resource is not None else None
 
     async def _forget(self, key: Key, state: ExperimentState) -> None:
@@ -124,6 +126,19 @@ class Reconciler:
         self._queue.forget(key)
         self._reporter.forget(key, state)
         state.audit_failing_since, state.secrets_checked_at, state.secrets_renewed_at = None, 0.0, 0.0
+
+    def _set_ttl(self, current: Reconciliation) -> None:
+        """Have the keys expire once the experiment has ended and nothing of it writes any more; keep them otherwise."""
+        state, redis, stage = current.state, current.renderer.experiment.spec.redis, current.plan.stage
+        if redis.url is not None:
+            return
+        if stage is Stage.CLEAR and not current.observed.living(*BY_NAME):
+            if not state.is_expiring and redis.ttl_seconds_after_finished is not None:
+                state.is_expiring = True
+                self._ledger_expiry.expire(state.ledger, redis.ttl_seconds_after_finished)
+        elif stage in (Stage.QUEUE, Stage.PAUSE, Stage.RUN) and state.is_expiring is not False:
+            state.is_expiring = False  # one that had failed, and is resumed
+            self._ledger_expiry.keep(state.ledger)
 
     def _requeue(self, current: Reconciliation, outcome: Outcome, status: Object) -> None:
         """Look at the experiment again when time alone changes what to do."""

@@ -77,6 +77,7 @@ class Operator:
                 tasks.create_task(self.election.keep())
                 await self.credentials.begin()
                 tasks.create_task(self._renew_certificate())
+                tasks.create_task(self.credentials.redis_logins.keep())
                 for item in self.reconciler.caches.experiments:
                     self.queue.add((item["metadata"]["namespace"], item["metadata"]["name"]))
                 for _ in range(WORKERS):

@@ -1,6 +1,7 @@
 """Settings of the operator, read once from the environment (prefix NEXRL_OPERATOR_); the chart sets them."""
 
 from typing import Any, Literal
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -42,6 +43,11 @@ class OperatorSettings(BaseSettings):
     deployment: str = Field(default="", description='Deployment of the operator, which owns its Lease; "": none.')
     pod_name: str = Field(description="Name of this pod; the holder in the Lease.")
     health_port: int = Field(default=9090, ge=0, le=65535, description="Port of /metrics, /healthz and /readyz.")
+
+    def redis_url_of(self, user: str) -> str:
+        """Return the URL of the release's Redis for one user, without the password."""
+        parts = urlsplit(self.redis_url)
+        return urlunsplit(parts._replace(netloc=f"{quote(user)}@{parts.netloc.rpartition('@')[2]}"))
 
 
 def load_operator_settings() -> OperatorSettings:

@@ -96,7 +96,7 @@ def _commands(
         trajectory_pool=addresses.trajectory_pool,
         weight_sync=addresses.weight_sync,
         redis_url=addresses.redis_url,
-        redis_is_private=redis_socket is not None,
+        redis_is_managed=redis_socket is not None,
     )
     fixed = {
         "controller": [addresses.controller],

@@ -42,8 +42,10 @@ async def test_certificate_that_is_not_made_yet_is_named(tmp_path: Path) -> None
 
 async def test_certificate_of_an_experiment_goes_with_it(tmp_path: Path) -> None:
     owner = Owner("rl", "x", "uid-1")
-    renderer = Renderer(owner, parse_experiment(experiment_object("x", "rl"), RUN_FOLDER), SETTINGS)
-    [certificate] = await Credentials(cast("Api", Secrets(FILES)), SETTINGS, tmp_path).objects(renderer)
+    document = experiment_object("x", "rl", redis={"url": "redis://ours:6379"})
+    renderer = Renderer(owner, parse_experiment(document, RUN_FOLDER), SETTINGS)
+    credentials = Credentials(cast("Api", Secrets(FILES)), SETTINGS, tmp_path)
+    [certificate] = await credentials.objects(renderer, is_running=False)
     assert certificate["metadata"]["ownerReferences"] == [owner.reference()]
     assert certificate["spec"]["secretName"] == "x-tls"
     assert {experiment_name("rl", "x"), "x-controller.rl.svc"} <= set(certificate["spec"]["dnsNames"])

@@ -120,15 +120,16 @@ def test_commands_say_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_the_certificate_of_a_predecessor_is_not_good_enough(tmp_path: Path) -> None:
     settings, ca = operator_settings(tls="operator", ca_secret="ca"), new_ca()
+    document = experiment_object("x", "rl", redis={"url": "redis://ours:6379"})
     files = encoded({"tls.crt": ca.certificate, "tls.key": ca.key})
     authority = {"kind": "Secret", "metadata": {"name": "ca"}, "data": files}
-    experiment = parse_experiment(experiment_object("x", "rl"), RUN_FOLDER)
+    experiment = parse_experiment(document, RUN_FOLDER)
     made = Renderer(OWN, experiment, settings)
 
     async def issued(*items: Object) -> list[Object]:
         credentials = Credentials(cast("Api", FakeApi(authority, *items)), settings, tmp_path)
         await credentials.begin()
-        return await credentials.objects(made)
+        return await credentials.objects(made, is_running=False)
 
     [first] = await issued()
     assert await issued(first) == []
