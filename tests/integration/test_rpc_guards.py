@@ -69,11 +69,15 @@ async def serving(servicer: FourKinds, admission: Admission | None = None) -> As
 
 async def call(channel: grpc.aio.Channel, kind: str, *, request_id: str = "one", seconds: float | None = 10) -> int:
     """Call the RPC of this kind and return the samples of its last response."""
+    return await send(channel, kind, pb.StartValidationRequest(request_id=request_id).SerializeToString(), seconds)
+
+
+async def send(channel: grpc.aio.Channel, kind: str, content: bytes, seconds: float | None = 10) -> int:
+    """Send these bytes as the message of a call, and return the samples of its last response."""
     multicallable: Callable[..., Any] = getattr(channel, kind)(
-        f"/{SERVICE}/{kind}", pb.StartValidationRequest.SerializeToString, pb.StartValidationResponse.FromString
+        f"/{SERVICE}/{kind}", response_deserializer=pb.StartValidationResponse.FromString
     )
-    request = pb.StartValidationRequest(request_id=request_id)
-    calling = multicallable(iter([request]) if kind.startswith("stream") else request, timeout=seconds)
+    calling = multicallable(iter([content]) if kind.startswith("stream") else content, timeout=seconds)
     responses = [response async for response in calling] if kind.endswith("stream") else [await calling]
     samples: int = responses[-1].samples
     return samples
@@ -122,6 +126,20 @@ async def test_a_request_without_its_request_id_is_refused(kind: str) -> None:
             await call(channel, kind, request_id="")
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert servicer.request_ids == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "content", [b"\x0a\xff", b"\x0a\x02\xff\xfe", b"\x07"], ids=["truncated", "not UTF-8", "no field"]
+)
+async def test_a_malformed_message_is_refused_and_counted(kind: str, content: bytes) -> None:
+    before = handled(kind, "INVALID_ARGUMENT")
+    async with serving(servicer := FourKinds()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"request: malformed \(.*StartValidationRequest") as refusal:
+            await send(channel, kind, content)
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert servicer.request_ids == []
+    assert handled(kind, "INVALID_ARGUMENT") == before + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Guards every RPC on the server: admission, deadline, request id, metrics, and errors as statuses."""
+"""Guards every RPC on the server: admission, deadline, message, metrics, and errors as statuses."""
 
 import asyncio
 import logging
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram
 
@@ -33,6 +34,7 @@ HANDLING_SECONDS = Histogram(
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Edge: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
+Parse: TypeAlias = Callable[[bytes], Any]
 
 
 MAKE_HANDLER: Mapping[str, Callable[..., Handler]] = {
@@ -66,43 +68,48 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         edge = partial(_edge, service=service, method=method, admission=self._admission)
         kind = "_".join("stream" if is_stream else "unary" for is_stream in _streaming(handler))
         guard = _guard_stream if handler.response_streaming else _guard_unary
-        guarded = guard(getattr(handler, kind), edge)
-        return MAKE_HANDLER[kind](guarded, handler.request_deserializer, handler.response_serializer)
+        parse = partial(_parsed, parse=handler.request_deserializer)
+        # The edge parses the messages: gRPC would answer UNKNOWN to one that is malformed.
+        return MAKE_HANDLER[kind](guard(getattr(handler, kind), edge, parse), None, handler.response_serializer)
 
 
 def _streaming(handler: Handler) -> tuple[bool, bool]:
     return handler.request_streaming, handler.response_streaming
 
 
-def _guard_unary(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
+def _guard_unary(behaviour: Callable[..., Any], edge: Edge, parse: Parse) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> Any:
         async with edge(context):
-            return await behaviour(_checked(request), context)
+            return await behaviour(parse(request), context)
 
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
+def _guard_stream(behaviour: Callable[..., Any], edge: Edge, parse: Parse) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         async with edge(context):
-            async for message in behaviour(_checked(request), context):
+            async for message in behaviour(parse(request), context):
                 yield message
 
     return guarded
 
 
-def _checked(request: Any) -> Any:
-    """Return the request, or the stream of requests, after a check of each message's request id."""
+def _parsed(request: Any, parse: Parse) -> Any:
+    """Return the request, or the stream of requests, after a check of each message and its request id."""
     if isinstance(request, AsyncIterable):
-        return _checked_stream(request)
-    _require_request_id(request)
-    return request
+        return (_message(one, parse) async for one in request)
+    return _message(request, parse)
 
 
-async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        _require_request_id(request)
-        yield request
+def _message(content: bytes, parse: Parse) -> Any:
+    """Parse a message. Raises InvalidArgumentError if it is malformed or its request id is empty."""
+    try:
+        message = parse(content)
+    except DecodeError as error:
+        wrong = Violation("request", f"malformed ({error}); send a protobuf message of this type")
+        raise InvalidArgumentError(str(wrong), violations=[wrong]) from None
+    _require_request_id(message)
+    return message
 
 
 @asynccontextmanager
