@@ -1,5 +1,6 @@
 """Each of the four kinds of RPC passes each guard of the server: deadline, admission, request id, errors, metrics."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from nexrl.errors import NotFoundError
 from nexrl.rpc.admission import Admission
 from nexrl.rpc.client import connect
-from nexrl.rpc.interceptor import HANDLED, HANDLING_SECONDS, MAKE_HANDLER, EdgeInterceptor
+from nexrl.rpc.interceptor import HANDLED, HANDLING_SECONDS, EdgeInterceptor
 from nexrl.tls import Tls
 from nexrl.v1 import validator_service_pb2 as pb
 
@@ -51,7 +52,7 @@ class FourKinds:
 async def serving(servicer: FourKinds, admission: Admission | None = None) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a real server of `servicer`, which the interceptor guards."""
     handlers = {
-        kind: MAKE_HANDLER[kind](
+        kind: getattr(grpc, f"{kind}_rpc_method_handler")(
             getattr(servicer, kind), pb.StartValidationRequest.FromString, pb.StartValidationResponse.SerializeToString
         )
         for kind in KINDS
@@ -117,6 +118,29 @@ async def test_a_caller_without_certificate_or_token_is_refused_where_there_is_a
     assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
     assert servicer.request_ids == []
     assert handled(kind, "UNAUTHENTICATED") == before + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_caller_is_refused_before_its_message_is_read(kind: str) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    tls = Tls(Path("ca"), "ours.namespace", Path("certificate"), Path("key"))
+    async with serving(FourKinds(), Admission(tls)) as channel:
+        calling = channel.stream_stream(f"/{SERVICE}/{kind}")(never(), timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match="no client certificate") as refusal:
+            await calling.read()
+    assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+async def test_a_call_that_ends_without_a_message_is_refused(kind: str) -> None:
+    async with serving(servicer := FourKinds()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="request: the call ended without a message") as refusal:
+            await channel.stream_stream(f"/{SERVICE}/{kind}")(iter([]), timeout=20).read()
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert servicer.request_ids == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

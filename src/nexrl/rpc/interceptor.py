@@ -1,9 +1,10 @@
 """Guards every RPC on the server: admission, deadline, message, metrics, and errors as statuses."""
 
 import asyncio
+import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ from nexrl.task_cancellation import is_current_task_cancelled
 log = logging.getLogger(__name__)
 
 MAX_DEADLINE_SECONDS = 3600.0
-EXEMPT = ("grpc.health.", "grpc.reflection.")
+WITHOUT_DEADLINE = ("/grpc.health.", "/grpc.reflection.")
 
 HANDLED = Counter("grpc_server_handled_total", "RPCs completed.", ["grpc_service", "grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram(
@@ -34,23 +35,14 @@ HANDLING_SECONDS = Histogram(
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Edge: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
-Parse: TypeAlias = Callable[[bytes], Any]
-
-
-MAKE_HANDLER: Mapping[str, Callable[..., Handler]] = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-"""How gRPC makes the handler of each kind of RPC: unary or stream request, unary or stream response."""
+Requests: TypeAlias = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Guards each RPC, of whatever kind, before its servicer sees it.
 
     It maps typed errors to statuses, counts and times calls, and refuses calls without a deadline or request id. With
-    an admission, it also refuses callers that do not belong to the experiment. Health and reflection are exempt.
+    an admission, it also refuses callers that do not belong to the experiment, before it reads their message.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
@@ -62,63 +54,82 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.lstrip("/").startswith(EXEMPT):
-            return handler
-        service, method = handler_call_details.method.lstrip("/").split("/")
-        edge = partial(_edge, service=service, method=method, admission=self._admission)
-        kind = "_".join("stream" if is_stream else "unary" for is_stream in _streaming(handler))
-        guard = _guard_stream if handler.response_streaming else _guard_unary
-        parse = partial(_parsed, parse=handler.request_deserializer)
-        # The edge parses the messages: gRPC would answer UNKNOWN to one that is malformed.
-        return MAKE_HANDLER[kind](guard(getattr(handler, kind), edge, parse), None, handler.response_serializer)
+        if handler is None:
+            return None
+        edge = partial(_edge, method=handler_call_details.method, admission=self._admission)
+        requests = partial(_requests, handler=handler)
+        # gRPC reads a unary request before it calls the handler. So every handler is one for a stream of requests,
+        # which is the same on the wire: its message is read and parsed here, after the admission.
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_stream(_behaviour(handler), edge, requests), None, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            _guard_unary(_behaviour(handler), edge, requests), None, handler.response_serializer
+        )
+
+
+def _behaviour(handler: Handler) -> Callable[..., Any]:
+    kind = "_".join("stream" if is_stream else "unary" for is_stream in _streaming(handler))
+    behaviour: Callable[..., Any] = getattr(handler, kind)
+    return behaviour
 
 
 def _streaming(handler: Handler) -> tuple[bool, bool]:
     return handler.request_streaming, handler.response_streaming
 
 
-def _guard_unary(behaviour: Callable[..., Any], edge: Edge, parse: Parse) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> Any:
+def _guard_unary(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
+    async def guarded(messages: AsyncIterator[bytes], context: Context) -> Any:
         async with edge(context):
-            return await behaviour(parse(request), context)
+            return await behaviour(await requests(messages), context)
 
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., Any], edge: Edge, parse: Parse) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+def _guard_stream(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
+    async def guarded(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
         async with edge(context):
-            async for message in behaviour(parse(request), context):
+            answers = behaviour(await requests(messages), context)
+            if inspect.iscoroutine(answers):  # it writes to the context, as gRPC's own health service does
+                await answers
+                return
+            async for message in answers:
                 yield message
 
     return guarded
 
 
-def _parsed(request: Any, parse: Parse) -> Any:
-    """Return the request, or the stream of requests, after a check of each message and its request id."""
-    if isinstance(request, AsyncIterable):
-        return (_message(one, parse) async for one in request)
-    return _message(request, parse)
+async def _requests(messages: AsyncIterator[bytes], handler: Handler) -> Any:
+    """Return the request, or the stream of requests, as the handler takes it. Each message is checked when read."""
+    checked = (_request(message, handler) async for message in messages)
+    if handler.request_streaming:
+        return checked
+    async for request in checked:
+        return request
+    raise InvalidArgumentError("request: the call ended without a message; send one")
 
 
-def _message(content: bytes, parse: Parse) -> Any:
+def _request(message: bytes, handler: Handler) -> Any:
     """Parse a message. Raises InvalidArgumentError if it is malformed or its request id is empty."""
     try:
-        message = parse(content)
+        request = handler.request_deserializer(message)
     except DecodeError as error:
         wrong = Violation("request", f"malformed ({error}); send a protobuf message of this type")
         raise InvalidArgumentError(str(wrong), violations=[wrong]) from None
-    _require_request_id(message)
-    return message
+    _require_request_id(request)
+    return request
 
 
 @asynccontextmanager
-async def _edge(context: Context, service: str, method: str, admission: Admission | None) -> AsyncGenerator[None, None]:
+async def _edge(context: Context, method: str, admission: Admission | None) -> AsyncGenerator[None, None]:
+    service, name = method.lstrip("/").split("/")
     began, code = time.monotonic(), "OK"
     try:
         if admission:
             await _admit(context, admission)
-        _require_deadline(context)
+        if not method.startswith(WITHOUT_DEADLINE):
+            _require_deadline(context)
         yield
     except NexrlError as error:
         code = error.status
@@ -129,17 +140,17 @@ async def _edge(context: Context, service: str, method: str, admission: Admissio
             raise
         # The service cancelled what the handler awaits. Without this answer the caller would wait until its deadline.
         code = UnavailableError.status
-        await _abort(context, UnavailableError(f"{service}/{method} was cancelled by the service"))
+        await _abort(context, UnavailableError(f"{service}/{name} was cancelled by the service"))
     except GeneratorExit:
         code = "CANCELLED"
         raise
     except Exception:
         code = "INTERNAL"
-        log.exception("%s/%s failed", service, method)
-        await _abort(context, NexrlError(f"internal error in {service}/{method}; see the service's log"))
+        log.exception("%s/%s failed", service, name)
+        await _abort(context, NexrlError(f"internal error in {service}/{name}; see the service's log"))
     finally:
-        HANDLED.labels(service, method, code).inc()
-        HANDLING_SECONDS.labels(service, method).observe(time.monotonic() - began)
+        HANDLED.labels(service, name, code).inc()
+        HANDLING_SECONDS.labels(service, name).observe(time.monotonic() - began)
 
 
 async def _admit(context: Context, admission: Admission) -> None:

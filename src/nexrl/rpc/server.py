@@ -36,6 +36,9 @@ BUILD_INFO = Gauge("nexrl_build_info", "1; the labels name version and role.", [
 
 CANCEL_AGAIN_SECONDS = 0.1
 
+MAX_CONNECTIONS = 2000
+"""At each port. A connection without a call holds about 50 KiB."""
+
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -48,7 +51,16 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    # A call that waits for its admission holds 64 KiB of its message. With this probe, gRPC lets it send 8 MB.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+]
+
+HEALTH_OPTIONS = [
+    *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", 4096),  # everybody may call the health port
 ]
 
 
@@ -71,7 +83,7 @@ class ServiceProcess:
         self.credentials = CredentialFiles(tls) if tls else None
         self.admission = self._build_admission(tls) if tls else None
         self.server = grpc.aio.server(interceptors=[EdgeInterceptor(self.admission)], options=SERVER_OPTIONS)
-        self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
         self.port, self.token_port, self.health_port = self._bind_all()
