@@ -167,6 +167,17 @@ async def test_a_malformed_message_is_refused_and_counted(kind: str, content: by
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_message_over_the_limit_of_its_method_is_refused_with_both_sizes(kind: str) -> None:
+    expected = rf"request: {2**20 + 4} bytes; /{SERVICE}/{kind} takes at most {2**20};"
+    async with serving(servicer := FourKinds()) as channel:
+        assert await call(channel, kind, request_id="x" * (2**20 - 4)) == 7
+        with pytest.raises(grpc.aio.AioRpcError, match=expected) as refusal:
+            await call(channel, kind, request_id="x" * 2**20)
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert len(servicer.request_ids) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_typed_error_becomes_its_status_and_is_counted(kind: str) -> None:
     before = handled(kind, "NOT_FOUND")
     async with serving(FourKinds(NotFoundError("no such run"))) as channel:

@@ -16,6 +16,7 @@ from prometheus_client import Counter, Histogram
 
 from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError, Violation
 from nexrl.rpc.admission import Admission
+from nexrl.rpc.limits import request_limit_bytes
 from nexrl.rpc.status import status_from_error
 from nexrl.task_cancellation import is_current_task_cancelled
 
@@ -57,7 +58,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         edge = partial(_edge, method=handler_call_details.method, admission=self._admission)
-        requests = partial(_requests, handler=handler)
+        requests = partial(_requests, handler=handler, method=handler_call_details.method)
         # gRPC reads a unary request before it calls the handler. So every handler is one for a stream of requests,
         # which is the same on the wire: its message is read and parsed here, after the admission.
         if handler.response_streaming:
@@ -100,9 +101,9 @@ def _guard_stream(behaviour: Callable[..., Any], edge: Edge, requests: Requests)
     return guarded
 
 
-async def _requests(messages: AsyncIterator[bytes], handler: Handler) -> Any:
+async def _requests(messages: AsyncIterator[bytes], handler: Handler, method: str) -> Any:
     """Return the request, or the stream of requests, as the handler takes it. Each message is checked when read."""
-    checked = (_request(message, handler) async for message in messages)
+    checked = (_request(message, handler, method) async for message in messages)
     if handler.request_streaming:
         return checked
     async for request in checked:
@@ -110,8 +111,11 @@ async def _requests(messages: AsyncIterator[bytes], handler: Handler) -> Any:
     raise InvalidArgumentError("request: the call ended without a message; send one")
 
 
-def _request(message: bytes, handler: Handler) -> Any:
-    """Parse a message. Raises InvalidArgumentError if it is malformed or its request id is empty."""
+def _request(message: bytes, handler: Handler, method: str) -> Any:
+    """Parse a message. Raises InvalidArgumentError if it is too large or malformed, or its request id is empty."""
+    if len(message) > (limit := request_limit_bytes(method)):
+        wrong = Violation("request", f"{len(message)} bytes; {method} takes at most {limit}; send less in one call")
+        raise InvalidArgumentError(str(wrong), violations=[wrong])
     try:
         request = handler.request_deserializer(message)
     except DecodeError as error:
