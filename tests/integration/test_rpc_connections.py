@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import grpc
@@ -66,7 +67,7 @@ async def test_a_connection_without_a_call_is_closed_and_one_whose_call_waits_is
         grpc.aio.insecure_channel(process.address, options=[("grpc.use_local_subchannel_pool", 1)]) as idle,
     ):
         request = pb.StartValidationRequest(request_id="one")
-        call = waiting.unary_unary(START, pb.StartValidationRequest.SerializeToString)(request, timeout=50)
+        call: Any = waiting.unary_unary(START, pb.StartValidationRequest.SerializeToString)(request, timeout=50)
         await idle.channel_ready()
         await asyncio.wait_for(idle.wait_for_state_change(grpc.ChannelConnectivity.READY), 20)
         assert not call.done()
@@ -78,7 +79,7 @@ async def test_a_connection_without_a_call_is_closed_and_one_whose_call_waits_is
 async def test_silent_connections_to_the_metrics_are_bounded_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(metrics.MetricsRequest, "timeout", 3.0)
     async with running_service(tmp_path, serving(ValidatorServicer())) as process, AsyncExitStack() as stack:
         address = f"127.0.0.1:{process.metrics_port}"
         before = threading.active_count()

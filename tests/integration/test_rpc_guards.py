@@ -128,7 +128,8 @@ async def test_a_caller_is_refused_before_its_message_is_read(kind: str) -> None
 
     tls = Tls(Path("ca"), "ours.namespace", Path("certificate"), Path("key"))
     async with serving(FourKinds(), Admission(tls)) as channel:
-        calling = channel.stream_stream(f"/{SERVICE}/{kind}")(never(), timeout=20)
+        method: Any = channel.stream_stream(f"/{SERVICE}/{kind}")
+        calling = method(never(), timeout=20)
         with pytest.raises(grpc.aio.AioRpcError, match="no client certificate") as refusal:
             await calling.read()
     assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED

@@ -186,7 +186,7 @@ async def test_calls_that_wait_for_the_review_of_their_token_may_not_send_their_
     monkeypatch.setattr(admission.KubernetesApi, "review", review)
     monkeypatch.setattr(admission, "MAX_WAITING", WAITING)
     async with counting_proxy(process.token_address) as proxy, connect(proxy.address, show(token(OURS))) as channel:
-        method = channel.unary_unary(f"/{SERVICE}/StartValidation")
+        method: Any = channel.unary_unary(f"/{SERVICE}/StartValidation")
         calls = [method(bytes(MEBIBYTES * 2**20), timeout=50) for _ in range(WAITING)]
         await proxy.until_silent()
         with pytest.raises(grpc.aio.AioRpcError, match=f"{WAITING} calls wait for a review") as refusal:

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 MAX_SAMPLES = 4096
 """Most samples of one LeaseTasks call: Redis serves nobody else while it grants them."""
+MAX_POLICY_VERSION = 2**53
+"""Redis counts with the numbers of Lua, which are exact up to this."""
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
 
@@ -174,6 +176,8 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
     async def SetPolicyVersion(
         self, request: pool_pb.SetPolicyVersionRequest, context: Context
     ) -> pool_pb.SetPolicyVersionResponse:
+        if abs(request.policy_version) > MAX_POLICY_VERSION:
+            raise InvalidArgumentError(f"policy_version: {request.policy_version}; at most {MAX_POLICY_VERSION}")
         version = await self._pools[request.model_tag].training.set_version(request.policy_version)
         return pool_pb.SetPolicyVersionResponse(policy_version=version)
 

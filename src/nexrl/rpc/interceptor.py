@@ -117,7 +117,7 @@ def _request(message: bytes, handler: Handler, method: str) -> Any:
         wrong = Violation("request", f"{len(message)} bytes; {method} takes at most {limit}; send less in one call")
         raise InvalidArgumentError(str(wrong), violations=[wrong])
     try:
-        request = handler.request_deserializer(message)
+        request = handler.request_deserializer(message)  # type: ignore[misc]  # generated code always has one
     except DecodeError as error:
         wrong = Violation("request", f"malformed ({error}); send a protobuf message of this type")
         raise InvalidArgumentError(str(wrong), violations=[wrong]) from None

@@ -23,7 +23,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         """Bind and serve. Raises OSError if the port cannot be bound."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.Semaphore(MAX_CONNECTIONS)
-        super().__init__((host, port), _Request)
+        super().__init__((host, port), MetricsRequest)
         self.set_app(make_wsgi_app())
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -50,10 +50,10 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         """Ignore the failure of one connection, as that it was silent for too long."""
 
 
-class _Request(WSGIRequestHandler):
-    def setup(self) -> None:
-        self.timeout = SILENCE_SECONDS
-        super().setup()
+class MetricsRequest(WSGIRequestHandler):
+    """One request for the metrics."""
+
+    timeout = SILENCE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""
