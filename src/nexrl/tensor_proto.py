@@ -37,12 +37,17 @@ def decode_tensor(name: str, tensor: pb.Tensor) -> NDArray[Any]:
     dtype = _DTYPES.get(tensor.data_type)
     if dtype is None:
         allowed = ", ".join(map(pb.DataType.Name, _DTYPES))
-        raise InvalidArgumentError(f"{name}.data_type: {pb.DataType.Name(tensor.data_type)}; allowed: {allowed}")
+        # An unknown number of a newer client has no name.
+        found = pb.DataType.Name(tensor.data_type) if tensor.data_type in pb.DataType.values() else tensor.data_type
+        raise InvalidArgumentError(f"{name}.data_type: {found}; allowed: {allowed}")
     if any(length < 0 for length in tensor.shape) or math.prod(tensor.shape) * dtype.itemsize != len(tensor.content):
         raise InvalidArgumentError(
             f"{name}.content: {len(tensor.content)} bytes do not fill shape {list(tensor.shape)} of {dtype}"
         )
-    return np.frombuffer(tensor.content, dtype).reshape(tuple(tensor.shape))
+    try:
+        return np.frombuffer(tensor.content, dtype).reshape(tuple(tensor.shape))
+    except ValueError as error:  # an empty shape such as [2**62, 4, 0], or one of too many dimensions
+        raise InvalidArgumentError(f"{name}.shape: {list(tensor.shape)}: {error}") from None
 
 
 def encode_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, pb.Tensor]:

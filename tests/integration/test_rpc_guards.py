@@ -1,5 +1,6 @@
 """Each of the four kinds of RPC passes each guard of the server: deadline, admission, request id, errors, metrics."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from nexrl.errors import NotFoundError
 from nexrl.rpc.admission import Admission
 from nexrl.rpc.client import connect
-from nexrl.rpc.interceptor import HANDLED, HANDLING_SECONDS, MAKE_HANDLER, EdgeInterceptor
+from nexrl.rpc.interceptor import HANDLED, HANDLING_SECONDS, EdgeInterceptor
 from nexrl.tls import Tls
 from nexrl.v1 import validator_service_pb2 as pb
 
@@ -51,7 +52,7 @@ class FourKinds:
 async def serving(servicer: FourKinds, admission: Admission | None = None) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a real server of `servicer`, which the interceptor guards."""
     handlers = {
-        kind: MAKE_HANDLER[kind](
+        kind: getattr(grpc, f"{kind}_rpc_method_handler")(
             getattr(servicer, kind), pb.StartValidationRequest.FromString, pb.StartValidationResponse.SerializeToString
         )
         for kind in KINDS
@@ -69,11 +70,15 @@ async def serving(servicer: FourKinds, admission: Admission | None = None) -> As
 
 async def call(channel: grpc.aio.Channel, kind: str, *, request_id: str = "one", seconds: float | None = 10) -> int:
     """Call the RPC of this kind and return the samples of its last response."""
+    return await send(channel, kind, pb.StartValidationRequest(request_id=request_id).SerializeToString(), seconds)
+
+
+async def send(channel: grpc.aio.Channel, kind: str, content: bytes, seconds: float | None = 10) -> int:
+    """Send these bytes as the message of a call, and return the samples of its last response."""
     multicallable: Callable[..., Any] = getattr(channel, kind)(
-        f"/{SERVICE}/{kind}", pb.StartValidationRequest.SerializeToString, pb.StartValidationResponse.FromString
+        f"/{SERVICE}/{kind}", response_deserializer=pb.StartValidationResponse.FromString
     )
-    request = pb.StartValidationRequest(request_id=request_id)
-    calling = multicallable(iter([request]) if kind.startswith("stream") else request, timeout=seconds)
+    calling = multicallable(iter([content]) if kind.startswith("stream") else content, timeout=seconds)
     responses = [response async for response in calling] if kind.endswith("stream") else [await calling]
     samples: int = responses[-1].samples
     return samples
@@ -116,12 +121,61 @@ async def test_a_caller_without_certificate_or_token_is_refused_where_there_is_a
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_caller_is_refused_before_its_message_is_read(kind: str) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    tls = Tls(Path("ca"), "ours.namespace", Path("certificate"), Path("key"))
+    async with serving(FourKinds(), Admission(tls)) as channel:
+        method: Any = channel.stream_stream(f"/{SERVICE}/{kind}")
+        calling = method(never(), timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match="no client certificate") as refusal:
+            await calling.read()
+    assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+async def test_a_call_that_ends_without_a_message_is_refused(kind: str) -> None:
+    async with serving(servicer := FourKinds()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="request: the call ended without a message") as refusal:
+            await channel.stream_stream(f"/{SERVICE}/{kind}")(iter([]), timeout=20).read()
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert servicer.request_ids == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_request_without_its_request_id_is_refused(kind: str) -> None:
     async with serving(servicer := FourKinds()) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="request_id: empty") as refusal:
             await call(channel, kind, request_id="")
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert servicer.request_ids == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "content", [b"\x0a\xff", b"\x0a\x02\xff\xfe", b"\x07"], ids=["truncated", "not UTF-8", "no field"]
+)
+async def test_a_malformed_message_is_refused_and_counted(kind: str, content: bytes) -> None:
+    before = handled(kind, "INVALID_ARGUMENT")
+    async with serving(servicer := FourKinds()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"request: malformed \(.*StartValidationRequest") as refusal:
+            await send(channel, kind, content)
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert servicer.request_ids == []
+    assert handled(kind, "INVALID_ARGUMENT") == before + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_message_over_the_limit_of_its_method_is_refused_with_both_sizes(kind: str) -> None:
+    expected = rf"request: {2**20 + 4} bytes; /{SERVICE}/{kind} takes at most {2**20};"
+    async with serving(servicer := FourKinds()) as channel:
+        assert await call(channel, kind, request_id="x" * (2**20 - 4)) == 7
+        with pytest.raises(grpc.aio.AioRpcError, match=expected) as refusal:
+            await call(channel, kind, request_id="x" * 2**20)
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert len(servicer.request_ids) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -279,6 +279,8 @@ async def test_a_probe_needs_no_certificate_and_gets_health_only(ours: Tls, tmp_
         health: Any = health_pb2_grpc.HealthStub(probe)
         answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
+            await health.Check(health_pb2.HealthCheckRequest(service="x" * 4096), timeout=10)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await ValidatorServiceStub(probe).StartValidation(pb.StartValidationRequest(request_id="1"), timeout=10)
         assert refusal.value.code() == grpc.StatusCode.UNIMPLEMENTED

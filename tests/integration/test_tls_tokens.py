@@ -1,12 +1,14 @@
 """Clients that show a ServiceAccount's token instead of a certificate: a rollout service of one's own."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nexrl.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
 from nexrl.local.components import free_ports
@@ -23,10 +25,14 @@ from nexrl.v1.policy_pb2 import Replica
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub, add_ValidatorServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_to_server
 from tests.support.certificates import OTHERS, OURS, Authority, environment
+from tests.support.counting_proxy import counting_proxy
 from tests.support.kubernetes_api import TokenReviewer, token, token_reviewer
 from tests.support.rollout import Fake
 from tests.support.services import running_service
 
+SERVICE = "nexrl.v1.ValidatorService"
+WAITING = 20
+MEBIBYTES = 10
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -166,6 +172,38 @@ async def test_a_token_is_asked_about_again_after_a_while(
     async with connect(process.token_address, show(token(OURS))) as channel:
         assert [await ask(channel), await ask(channel)] == [7, 7]
     assert reviewer.reviews == 2
+
+
+async def test_calls_that_wait_for_the_review_of_their_token_may_not_send_their_messages(
+    process: ServiceProcess, show: Callable[[str], Tls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+
+    def review(*_: object) -> dict[str, str]:
+        may_end.wait(60)
+        return {"error": "made up"}
+
+    monkeypatch.setattr(admission.KubernetesApi, "review", review)
+    monkeypatch.setattr(admission, "MAX_WAITING", WAITING)
+    async with counting_proxy(process.token_address) as proxy, connect(proxy.address, show(token(OURS))) as channel:
+        method: Any = channel.unary_unary(f"/{SERVICE}/StartValidation")
+        calls = [method(bytes(MEBIBYTES * 2**20), timeout=50) for _ in range(WAITING)]
+        await proxy.until_silent()
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{WAITING} calls wait for a review") as refusal:
+            await method(b"", timeout=50)
+        assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert proxy.sent_bytes < WAITING * 2**17
+        may_end.set()
+        assert {await waiting.code() for waiting in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+
+
+async def test_health_is_for_callers_who_are_admitted(process: ServiceProcess, tmp_path: Path) -> None:
+    trusted = grpc.ssl_channel_credentials((tmp_path / "ours/ca.crt").read_bytes())
+    options = [("grpc.ssl_target_name_override", OURS)]
+    async with grpc.aio.secure_channel(process.token_address, trusted, options=options) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="no client certificate, and no bearer token"):
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
 
 
 async def test_the_policy_asks_replicas_where_tokens_are_taken(

@@ -187,8 +187,8 @@ def _error(report: ErrorReport) -> activity_pb.ErrorReport:
 
 def _severity(number: int) -> Severity:
     """Return the severity of a report; ERROR if the report does not set one."""
-    if number > Severity.CRITICAL:
-        violation = Violation("error.severity", f"at most {Severity.CRITICAL}, not {number}")
+    if not 0 <= number <= Severity.CRITICAL:
+        violation = Violation("error.severity", f"0 to {Severity.CRITICAL}, not {number}")
         raise InvalidArgumentError(str(violation), violations=[violation])
     return Severity(number or Severity.ERROR)
 

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 MAX_SAMPLES = 4096
 """Most samples of one LeaseTasks call: Redis serves nobody else while it grants them."""
+MAX_COUNT = 2**53
+"""Redis counts with the numbers of Lua, which are exact up to this."""
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
 
@@ -174,6 +176,7 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
     async def SetPolicyVersion(
         self, request: pool_pb.SetPolicyVersionRequest, context: Context
     ) -> pool_pb.SetPolicyVersionResponse:
+        _require_count(policy_version=request.policy_version)
         version = await self._pools[request.model_tag].training.set_version(request.policy_version)
         return pool_pb.SetPolicyVersionResponse(policy_version=version)
 
@@ -269,6 +272,7 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
     async def ResumeFromCheckpoint(
         self, request: train_pb.ResumeFromCheckpointRequest, context: Context
     ) -> train_pb.ResumeFromCheckpointResponse:
+        _require_count(steps=request.steps, data_cursor=request.data_cursor)
         ledger = self._pools[request.model_tag].training
         incarnation, replayed = await ledger.resume(request.request_id, request.steps, request.data_cursor)
         return train_pb.ResumeFromCheckpointResponse(incarnation=incarnation, replayed_steps=replayed)
@@ -344,3 +348,9 @@ def _page(token: str) -> int:
 
 def _is_validation(purpose: "pb.Purpose.ValueType") -> bool:
     return purpose == pb.PURPOSE_VALIDATION
+
+
+def _require_count(**counts: int) -> None:
+    for name, value in counts.items():
+        if abs(value) > MAX_COUNT:
+            raise InvalidArgumentError(f"{name}: {value}; at most {MAX_COUNT}")

@@ -20,6 +20,8 @@ REVIEW_SECONDS = 10.0
 REMEMBERED_SECONDS = 60.0
 """A valid token is reviewed again after this time, so a revoked one is admitted for at most this long."""
 MAX_REMEMBERED = 1000
+MAX_WAITING = 1000
+"""Calls that wait for the review of their token. Each holds up to 64 KiB of its message."""
 
 BEARER = "Bearer "
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -109,6 +111,7 @@ class TokenReviews:
         self._api = api
         self._good_until: dict[bytes, float] = {}
         self._reviewing = asyncio.Lock()
+        self._waiting = 0
 
     async def admit(self, token: str) -> None:
         """Check that the token is valid. Raises UnauthenticatedError, PermissionDeniedError or UnavailableError."""
@@ -117,6 +120,15 @@ class TokenReviews:
             return
         if self._name not in (audiences := _audiences(token)):  # the review would also refuse it, but without a reason
             raise PermissionDeniedError(f"the token is for {', '.join(audiences)}; this server is {self._name}")
+        if self._waiting >= MAX_WAITING:
+            raise UnavailableError(f"the token cannot be reviewed: {self._waiting} calls wait for a review; retry")
+        self._waiting += 1
+        try:
+            await self._review(token, digest)
+        finally:
+            self._waiting -= 1
+
+    async def _review(self, token: str, digest: bytes) -> None:
         async with self._reviewing:
             if not self._is_known(digest):
                 self._judge(await asyncio.to_thread(self._api.review, token, self._name))

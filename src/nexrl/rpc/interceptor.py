@@ -1,26 +1,29 @@
-"""Guards every RPC on the server: admission, deadline, request id, metrics, and errors as statuses."""
+"""Guards every RPC on the server: admission, deadline, message, metrics, and errors as statuses."""
 
 import asyncio
+import inspect
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 from prometheus_client import Counter, Histogram
 
 from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError, Violation
 from nexrl.rpc.admission import Admission
+from nexrl.rpc.limits import request_limit_bytes
 from nexrl.rpc.status import status_from_error
 from nexrl.task_cancellation import is_current_task_cancelled
 
 log = logging.getLogger(__name__)
 
 MAX_DEADLINE_SECONDS = 3600.0
-EXEMPT = ("grpc.health.", "grpc.reflection.")
+WITHOUT_DEADLINE = ("/grpc.health.", "/grpc.reflection.")
 
 HANDLED = Counter("grpc_server_handled_total", "RPCs completed.", ["grpc_service", "grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram(
@@ -33,22 +36,14 @@ HANDLING_SECONDS = Histogram(
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Edge: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
-
-
-MAKE_HANDLER: Mapping[str, Callable[..., Handler]] = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-"""How gRPC makes the handler of each kind of RPC: unary or stream request, unary or stream response."""
+Requests: TypeAlias = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Guards each RPC, of whatever kind, before its servicer sees it.
 
     It maps typed errors to statuses, counts and times calls, and refuses calls without a deadline or request id. With
-    an admission, it also refuses callers that do not belong to the experiment. Health and reflection are exempt.
+    an admission, it also refuses callers that do not belong to the experiment, before it reads their message.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
@@ -60,58 +55,85 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.lstrip("/").startswith(EXEMPT):
-            return handler
-        service, method = handler_call_details.method.lstrip("/").split("/")
-        edge = partial(_edge, service=service, method=method, admission=self._admission)
-        kind = "_".join("stream" if is_stream else "unary" for is_stream in _streaming(handler))
-        guard = _guard_stream if handler.response_streaming else _guard_unary
-        guarded = guard(getattr(handler, kind), edge)
-        return MAKE_HANDLER[kind](guarded, handler.request_deserializer, handler.response_serializer)
+        if handler is None:
+            return None
+        edge = partial(_edge, method=handler_call_details.method, admission=self._admission)
+        requests = partial(_requests, handler=handler, method=handler_call_details.method)
+        # gRPC reads a unary request before it calls the handler. So every handler is one for a stream of requests,
+        # which is the same on the wire: its message is read and parsed here, after the admission.
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_stream(_behaviour(handler), edge, requests), None, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            _guard_unary(_behaviour(handler), edge, requests), None, handler.response_serializer
+        )
+
+
+def _behaviour(handler: Handler) -> Callable[..., Any]:
+    kind = "_".join("stream" if is_stream else "unary" for is_stream in _streaming(handler))
+    behaviour: Callable[..., Any] = getattr(handler, kind)
+    return behaviour
 
 
 def _streaming(handler: Handler) -> tuple[bool, bool]:
     return handler.request_streaming, handler.response_streaming
 
 
-def _guard_unary(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> Any:
+def _guard_unary(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
+    async def guarded(messages: AsyncIterator[bytes], context: Context) -> Any:
         async with edge(context):
-            return await behaviour(_checked(request), context)
+            return await behaviour(await requests(messages), context)
 
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., Any], edge: Edge) -> Callable[..., Any]:
-    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+def _guard_stream(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
+    async def guarded(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
         async with edge(context):
-            async for message in behaviour(_checked(request), context):
+            answers = behaviour(await requests(messages), context)
+            if inspect.iscoroutine(answers):  # it writes to the context, as gRPC's own health service does
+                await answers
+                return
+            async for message in answers:
                 yield message
 
     return guarded
 
 
-def _checked(request: Any) -> Any:
-    """Return the request, or the stream of requests, after a check of each message's request id."""
-    if isinstance(request, AsyncIterable):
-        return _checked_stream(request)
+async def _requests(messages: AsyncIterator[bytes], handler: Handler, method: str) -> Any:
+    """Return the request, or the stream of requests, as the handler takes it. Each message is checked when read."""
+    checked = (_request(message, handler, method) async for message in messages)
+    if handler.request_streaming:
+        return checked
+    async for request in checked:
+        return request
+    raise InvalidArgumentError("request: the call ended without a message; send one")
+
+
+def _request(message: bytes, handler: Handler, method: str) -> Any:
+    """Parse a message. Raises InvalidArgumentError if it is too large or malformed, or its request id is empty."""
+    if len(message) > (limit := request_limit_bytes(method)):
+        wrong = Violation("request", f"{len(message)} bytes; {method} takes at most {limit}; send less in one call")
+        raise InvalidArgumentError(str(wrong), violations=[wrong])
+    try:
+        request = handler.request_deserializer(message)  # type: ignore[misc]  # generated code always has one
+    except DecodeError as error:
+        wrong = Violation("request", f"malformed ({error}); send a protobuf message of this type")
+        raise InvalidArgumentError(str(wrong), violations=[wrong]) from None
     _require_request_id(request)
     return request
 
 
-async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        _require_request_id(request)
-        yield request
-
-
 @asynccontextmanager
-async def _edge(context: Context, service: str, method: str, admission: Admission | None) -> AsyncGenerator[None, None]:
+async def _edge(context: Context, method: str, admission: Admission | None) -> AsyncGenerator[None, None]:
+    service, name = method.lstrip("/").split("/")
     began, code = time.monotonic(), "OK"
     try:
         if admission:
             await _admit(context, admission)
-        _require_deadline(context)
+        if not method.startswith(WITHOUT_DEADLINE):
+            _require_deadline(context)
         yield
     except NexrlError as error:
         code = error.status
@@ -122,17 +144,17 @@ async def _edge(context: Context, service: str, method: str, admission: Admissio
             raise
         # The service cancelled what the handler awaits. Without this answer the caller would wait until its deadline.
         code = UnavailableError.status
-        await _abort(context, UnavailableError(f"{service}/{method} was cancelled by the service"))
+        await _abort(context, UnavailableError(f"{service}/{name} was cancelled by the service"))
     except GeneratorExit:
         code = "CANCELLED"
         raise
     except Exception:
         code = "INTERNAL"
-        log.exception("%s/%s failed", service, method)
-        await _abort(context, NexrlError(f"internal error in {service}/{method}; see the service's log"))
+        log.exception("%s/%s failed", service, name)
+        await _abort(context, NexrlError(f"internal error in {service}/{name}; see the service's log"))
     finally:
-        HANDLED.labels(service, method, code).inc()
-        HANDLING_SECONDS.labels(service, method).observe(time.monotonic() - began)
+        HANDLED.labels(service, name, code).inc()
+        HANDLING_SECONDS.labels(service, name).observe(time.monotonic() - began)
 
 
 async def _admit(context: Context, admission: Admission) -> None:

@@ -14,7 +14,7 @@ import grpc
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import Gauge, start_http_server
+from prometheus_client import Gauge
 
 from nexrl import __version__
 from nexrl.activity import ActivityTracker
@@ -25,6 +25,7 @@ from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
 from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.rpc.metrics import MetricsServer
 from nexrl.settings import ALIVE, Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
 from nexrl.tls import CredentialFiles, Credentials, Tls, tls_from_environment
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 BUILD_INFO = Gauge("nexrl_build_info", "1; the labels name version and role.", ["version", "role"])
 
 CANCEL_AGAIN_SECONDS = 0.1
+
+MAX_CONNECTIONS = 2000
+"""At each port. A connection without a call holds about 50 KiB."""
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -48,7 +52,17 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; one that waits keeps its connection
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    # A call that waits for its admission holds 64 KiB of its message. With this probe, gRPC lets it send 8 MB.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+]
+
+HEALTH_OPTIONS = [
+    *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", 4096),  # everybody may call the health port
 ]
 
 
@@ -71,11 +85,12 @@ class ServiceProcess:
         self.credentials = CredentialFiles(tls) if tls else None
         self.admission = self._build_admission(tls) if tls else None
         self.server = grpc.aio.server(interceptors=[EdgeInterceptor(self.admission)], options=SERVER_OPTIONS)
-        self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
         self.port, self.token_port, self.health_port = self._bind_all()
-        self._metrics_server, self.metrics_port = self._serve_metrics()
+        self._metrics_server = self._serve_metrics()
+        self.metrics_port = self._metrics_server.server_port
         BUILD_INFO.labels(__version__, role).set(1)
         self.activity = self._connect_activity()
 
@@ -164,8 +179,7 @@ class ServiceProcess:
             except Exception:
                 # The other closers must still run, and the error that stopped the process must not be replaced.
                 log.exception("closing failed")
-        self._metrics_server.shutdown()
-        self._metrics_server.server_close()
+        self._metrics_server.close()
 
     async def _end_tasks(self) -> None:
         deadline = time.monotonic() + self.settings.drain_seconds
@@ -207,15 +221,14 @@ class ServiceProcess:
             health_port = _bind(self._health_server, "health_port", f"{settings.host}:{settings.health_port}", None)
         return port, token_port, health_port
 
-    def _serve_metrics(self) -> tuple[Any, int]:
+    def _serve_metrics(self) -> MetricsServer:
         try:
-            server, _ = start_http_server(self.settings.metrics_port, self.settings.host)
+            return MetricsServer(self.settings.host, self.settings.metrics_port)
         except OSError as error:
             raise FailedPreconditionError(
                 f"metrics_port: cannot bind {self.settings.host}:{self.settings.metrics_port}: {error.strerror}; "
                 "choose another (NEXRL_METRICS_PORT)"
             ) from None
-        return server, server.server_port
 
     def _connect_activity(self) -> ActivityTracker:
         module = activity_pb.Module(

@@ -41,6 +41,8 @@ def test_a_type_that_the_wire_does_not_have_is_refused() -> None:
         (pb.Tensor(data_type=pb.DATA_TYPE_INT64, shape=[-1, -1], content=b"12345678"), "x.content"),
         (pb.Tensor(shape=[0]), "x.data_type: DATA_TYPE_UNSPECIFIED"),
         (pb.Tensor(data_type=pb.DATA_TYPE_BFLOAT16, shape=[0]), "x.data_type: DATA_TYPE_BFLOAT16"),
+        (pb.Tensor.FromString(b"\x08\x63"), "x.data_type: 99; allowed"),
+        (pb.Tensor(data_type=pb.DATA_TYPE_INT64, shape=[2**62, 4, 0]), "x.shape: "),
     ],
 )
 def test_a_tensor_that_contradicts_itself_is_refused_by_name(tensor: pb.Tensor, message: str) -> None:
