@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -136,8 +137,10 @@ async def test_a_caller_is_refused_before_its_message_is_read(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
-async def test_a_call_that_ends_without_a_message_is_refused(kind: str) -> None:
-    async with serving(servicer := FourKinds()) as channel:
+async def test_a_call_that_ends_without_a_message_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = Tls(Path("ca"), "ours.namespace", Path("certificate"), Path("key"))
+    monkeypatch.setattr(admission := Admission(tls), "admit", AsyncMock())
+    async with serving(servicer := FourKinds(), admission) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="request: the call ended without a message") as refusal:
             await channel.stream_stream(f"/{SERVICE}/{kind}")(iter([]), timeout=20).read()
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -36,7 +36,7 @@ HANDLING_SECONDS = Histogram(
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Edge: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
-Requests: TypeAlias = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
+Requests: TypeAlias = Callable[[Any], Awaitable[Any]]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
@@ -57,17 +57,22 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        edge = partial(_edge, method=handler_call_details.method, admission=self._admission)
-        requests = partial(_requests, handler=handler, method=handler_call_details.method)
-        # gRPC reads a unary request before it calls the handler. So every handler is one for a stream of requests,
-        # which is the same on the wire: its message is read and parsed here, after the admission.
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                _guard_stream(_behaviour(handler), edge, requests), None, handler.response_serializer
-            )
-        return grpc.stream_unary_rpc_method_handler(
-            _guard_unary(_behaviour(handler), edge, requests), None, handler.response_serializer
-        )
+        method = handler_call_details.method
+        edge = partial(_edge, method=method, admission=self._admission)
+        guard = _guard_stream if handler.response_streaming else _guard_unary
+        if self._admission is None and not handler.request_streaming:
+            make = _MAKE_UNARY[handler.response_streaming]  # quicker, and there is nobody to refuse
+            requests = partial(_one_request, handler=handler, method=method)
+        else:
+            # gRPC reads a unary request before it calls the handler. So every handler is one for a stream of requests,
+            # which is the same on the wire: its message is read and parsed here, after the admission.
+            make = _MAKE_STREAM[handler.response_streaming]
+            requests = partial(_requests, handler=handler, method=method)
+        return make(guard(_behaviour(handler), edge, requests), None, handler.response_serializer)
+
+
+_MAKE_UNARY = (grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler)
+_MAKE_STREAM = (grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler)
 
 
 def _behaviour(handler: Handler) -> Callable[..., Any]:
@@ -81,7 +86,7 @@ def _streaming(handler: Handler) -> tuple[bool, bool]:
 
 
 def _guard_unary(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
-    async def guarded(messages: AsyncIterator[bytes], context: Context) -> Any:
+    async def guarded(messages: Any, context: Context) -> Any:
         async with edge(context):
             return await behaviour(await requests(messages), context)
 
@@ -89,7 +94,7 @@ def _guard_unary(behaviour: Callable[..., Any], edge: Edge, requests: Requests) 
 
 
 def _guard_stream(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
-    async def guarded(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+    async def guarded(messages: Any, context: Context) -> AsyncIterator[Any]:
         async with edge(context):
             answers = behaviour(await requests(messages), context)
             if inspect.iscoroutine(answers):  # it writes to the context, as gRPC's own health service does
@@ -109,6 +114,10 @@ async def _requests(messages: AsyncIterator[bytes], handler: Handler, method: st
     async for request in checked:
         return request
     raise InvalidArgumentError("request: the call ended without a message; send one")
+
+
+async def _one_request(message: bytes, handler: Handler, method: str) -> Any:
+    return _request(message, handler, method)
 
 
 def _request(message: bytes, handler: Handler, method: str) -> Any:
