@@ -17,7 +17,8 @@ from nexrl.errors import (
     Violation,
 )
 from nexrl.rpc import server
-from nexrl.rpc.client import MAX_MESSAGE_BYTES, call, connect, watch
+from nexrl.rpc.client import call, connect, watch
+from nexrl.rpc.limits import MAX_MESSAGE_BYTES
 from nexrl.v1 import validator_service_pb2 as pb
 from nexrl.v1 import weight_sync_service_pb2 as stream_pb
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub

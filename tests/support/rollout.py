@@ -13,8 +13,9 @@ import grpc
 
 from nexrl.errors import NexrlError
 from nexrl.policy import Policy
-from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
+from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.rpc.limits import MAX_MESSAGE_BYTES
 from nexrl.spec.experiment import Experiment
 from nexrl.v1 import data_loader_service_pb2 as data_loader
 from nexrl.v1 import inference_service_pb2 as inference

@@ -11,11 +11,9 @@ import grpc
 
 from nexrl.errors import NexrlError, UnavailableError
 from nexrl.rpc.channel import RenewedChannel
+from nexrl.rpc.limits import MAX_MESSAGE_BYTES
 from nexrl.rpc.status import error_from_call
 from nexrl.tls import Tls, tls_from_environment
-
-MAX_MESSAGE_BYTES = 2**31 - 1
-"""Largest message that either side accepts: protobuf's limit, because a train batch can be nearly that large."""
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

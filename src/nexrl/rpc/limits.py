@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from nexrl.rpc.client import MAX_MESSAGE_BYTES
-
+MAX_MESSAGE_BYTES = 2**31 - 1
+"""Largest message that either side accepts: protobuf's limit, because a train batch can be nearly that large."""
 MEBIBYTE = 2**20
 DEFAULT_BYTES = MEBIBYTE
 LARGER_BYTES: Mapping[str, int] = {

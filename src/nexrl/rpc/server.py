@@ -22,9 +22,10 @@ from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlErr
 from nexrl.json_logging import configure_logging
 from nexrl.malloc import keep_freed_memory
 from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
-from nexrl.rpc.client import MAX_MESSAGE_BYTES, connect
+from nexrl.rpc.client import connect
 from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
+from nexrl.rpc.limits import MAX_MESSAGE_BYTES
 from nexrl.rpc.metrics import MetricsServer
 from nexrl.settings import ALIVE, Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
