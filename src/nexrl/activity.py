@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import grpc
 
 from nexrl.errors import NexrlError
+from nexrl.exception_text import MAX_MESSAGE_CHARACTERS, MAX_TRACEBACK_CHARACTERS
 from nexrl.rpc.client import call, new_request_id
 from nexrl.v1 import activity_service_pb2 as pb
 from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub
@@ -102,12 +103,12 @@ class ActivityTracker:
             module=self.module_name,
             work_context=work_context,
             severity=severity,
-            message=str(error) or type(error).__name__,
+            message=(str(error) or type(error).__name__)[:MAX_MESSAGE_CHARACTERS],
             details=details or {},
         )
         if isinstance(error, BaseException):
             report.exception_type = type(error).__name__
-            report.exception_traceback = "".join(traceback.format_exception(error))
+            report.exception_traceback = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
         log.log(
             logging.WARNING if severity <= pb.SEVERITY_WARNING else logging.ERROR,
             "%s: %s",

@@ -8,6 +8,11 @@ from types import CodeType
 
 from nexrl.errors import NexrlError
 
+MAX_MESSAGE_CHARACTERS = 16_384
+"""Of the message of an error that is reported."""
+MAX_TRACEBACK_CHARACTERS = 65_536
+"""Of its traceback: the end, which contains the error itself."""
+
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

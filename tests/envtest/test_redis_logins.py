@@ -123,7 +123,8 @@ async def test_the_keys_of_a_failed_experiment_are_kept_once_it_is_to_be_resumed
     async with released(api, namespace, server, services):
         async with services.serving(document) as controller:
             await run(api, document, controller)
-            key = f"{key_prefix((await login_of(api, namespace, 'ill'))['username'], 'model')}x"
+            ledger = (await login_of(api, namespace, "ill"))["username"]
+            key = f"{key_prefix(ledger, 'model')}x"
             server.ask("SET", key, 1)
             await kubelet.fail("ill-trainer-1-0", 1, "broken")
             await until_phase(api, namespace, "ill", "Failed")

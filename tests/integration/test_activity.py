@@ -11,6 +11,7 @@ import pytest
 
 from nexrl.activity import ActivityTracker
 from nexrl.errors import NexrlError
+from nexrl.exception_text import MAX_MESSAGE_CHARACTERS
 from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.rpc.server import ServiceProcess
@@ -133,6 +134,12 @@ async def test_a_report_gives_the_errors_id_and_carries_severity_and_details() -
     (error,) = controller.errors
     assert (error.message, error.severity, dict(error.details)) == ("lost it", pb.SEVERITY_WARNING, {"group_id": "7"})
     assert error.exception_type == ""
+
+
+async def test_an_error_with_a_text_of_any_length_is_reported() -> None:
+    async with tracked_by(controller := FakeController()) as tracker:
+        assert await tracker.report(ValueError("x" * 2**21), work_context="put") == "error-1"
+    assert controller.errors[0].message == "x" * MAX_MESSAGE_CHARACTERS
 
 
 async def test_a_controller_that_is_away_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

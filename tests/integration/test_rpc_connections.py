@@ -32,10 +32,10 @@ async def connected(address: str) -> AsyncIterator[asyncio.StreamReader]:
         writer.close()
 
 
-async def until_closed(reader: asyncio.StreamReader) -> None:
-    """Wait until the server closes the connection."""
+async def until_closed(reader: asyncio.StreamReader, *, seconds: float = 20) -> None:
+    """Wait until the server closes the connection, which must not be silent for longer than `seconds`."""
     try:
-        while await asyncio.wait_for(reader.read(1000), 20) != CLOSED:
+        while await asyncio.wait_for(reader.read(1000), seconds) != CLOSED:
             pass
     except ConnectionError:
         pass
@@ -46,8 +46,9 @@ async def test_a_connection_beyond_the_limit_is_closed_and_leaves_the_others(
 ) -> None:
     monkeypatch.setattr(server, "SERVER_OPTIONS", changed("grpc.max_allowed_incoming_connections", 2))
     async with running_service(tmp_path, serving(ValidatorServicer())) as process:
-        async with connected(process.address), connected(process.address), connected(process.address) as third:
-            await until_closed(third)
+        async with connected(process.address) as first, connected(process.address), connected(process.address) as third:
+            await until_closed(third, seconds=5)  # before the time-out of the handshake closes all three
+            assert not first.at_eof()
         assert (await start_validation(process.address)).samples == 7
 
 
@@ -79,7 +80,7 @@ async def test_a_connection_without_a_call_is_closed_and_one_whose_call_waits_is
 async def test_silent_connections_to_the_metrics_are_bounded_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics.MetricsRequest, "timeout", 3.0)
+    monkeypatch.setattr(metrics.MetricsRequest, "timeout", 8.0)
     async with running_service(tmp_path, serving(ValidatorServicer())) as process, AsyncExitStack() as stack:
         address = f"127.0.0.1:{process.metrics_port}"
         before = threading.active_count()

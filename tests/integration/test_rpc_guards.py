@@ -100,6 +100,20 @@ async def test_a_call_with_deadline_and_request_id_is_answered_counted_and_timed
     assert timed._sum.get() > sum_before
 
 
+async def test_a_status_that_the_servicer_sets_itself_is_counted_as_such() -> None:
+    class Refuses(FourKinds):
+        async def unary_unary(self, request: pb.StartValidationRequest, context: Context) -> pb.StartValidationResponse:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "as gRPC's own health service does")
+            raise AssertionError
+
+    before, internal = handled("unary_unary", "NOT_FOUND"), handled("unary_unary", "INTERNAL")
+    async with serving(Refuses()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await call(channel, "unary_unary")
+    assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
+    assert (handled("unary_unary", "NOT_FOUND"), handled("unary_unary", "INTERNAL")) == (before + 1, internal)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_call_without_a_deadline_is_refused(kind: str) -> None:
     async with serving(servicer := FourKinds()) as channel:

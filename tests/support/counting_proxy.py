@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-SILENCE_SECONDS = 1.0
+SILENCE_SECONDS = 3.0
 
 
 class CountingProxy:

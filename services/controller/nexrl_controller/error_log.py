@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import islice
 
+from nexrl.exception_text import MAX_MESSAGE_CHARACTERS, MAX_TRACEBACK_CHARACTERS
+
 MAX_ERRORS = 1000
 HEALTH_WINDOW_SECONDS = 300.0
-MAX_MESSAGE_CHARACTERS = 16_384
-MAX_TRACEBACK_CHARACTERS = 65_536
 MAX_DETAILS = 64
 
 
@@ -68,7 +68,6 @@ class ErrorLog:
                 report,
                 unix_seconds=self._now(),
                 message=report.message[:MAX_MESSAGE_CHARACTERS],
-                # Keep the end of a traceback: it contains the error itself.
                 exception_traceback=report.exception_traceback[-MAX_TRACEBACK_CHARACTERS:],
                 details=dict(islice(report.details.items(), MAX_DETAILS)),
             )

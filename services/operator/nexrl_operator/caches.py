@@ -34,7 +34,7 @@ class Caches:
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
         owned = (*OWNED, WORKLOAD) if settings.kueue else OWNED
         self._owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in owned}
-        self._warnings = Cache(EVENT, settings.namespace, "", self._on_warning, fields="type=Warning")
+        self.warnings = Cache(EVENT, settings.namespace, "", self._on_warning, fields="type=Warning")
         self._warnings_by_uid: dict[str, dict[str, Object]] = {}
         """The warnings by the UID of the object that they are about, and their name."""
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
@@ -42,8 +42,8 @@ class Caches:
 
     @property
     def all(self) -> list[Cache]:
-        """The caches of all kinds."""
-        return [self.experiments, *self._owned.values(), self._warnings]
+        """The caches that must be filled and current; not the warnings, without which only causes are missing."""
+        return [self.experiments, *self._owned.values()]
 
     def note(self, item: Object) -> None:
         """Store the object that the server returned for a write, because the watch delivers it later."""
@@ -77,7 +77,7 @@ class Caches:
         metadata, about = item["metadata"], item["involvedObject"]
         namespace, name, uid = metadata["namespace"], metadata["name"], about.get("uid", "")
         warnings = self._warnings_by_uid.setdefault(uid, {})
-        if self._warnings.get(namespace, name) is not None:
+        if self.warnings.get(namespace, name) is not None:
             warnings[name] = item
         else:
             warnings.pop(name, None)

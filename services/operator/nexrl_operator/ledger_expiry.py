@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import aiohttp
+from redis.exceptions import RedisError
 
 from nexrl.errors import NexrlError
 from nexrl.store import Redis, expire_experiment, keep_experiment
@@ -16,6 +17,9 @@ KEPT_SECONDS = 3600
 """TTL of the keys: time for people to look into a deleted experiment."""
 STOP_SECONDS = 180.0
 """After this time the pods have ended and write no more keys."""
+RETRY_SECONDS = 30.0
+TRIES = 2880
+"""A day. A resumed experiment must lose its TTL, however long Redis is away."""
 
 
 class LedgerExpiry:
@@ -56,10 +60,15 @@ class LedgerExpiry:
         task.add_done_callback(lambda _: self._tasks.pop(ledger) if self._tasks.get(ledger) is task else None)
 
     async def _sweep_twice(self, ledger: str, sweep: Callable[[Redis], Awaitable[None]]) -> None:
-        for pause_seconds in (0.0, STOP_SECONDS):  # again when its pods have ended, or Redis answers
+        for pause_seconds in (0.0, STOP_SECONDS):  # again when its pods have ended
             await asyncio.sleep(pause_seconds)
+            await self._sweep(ledger, sweep)
+
+    async def _sweep(self, ledger: str, sweep: Callable[[Redis], Awaitable[None]]) -> None:
+        for _ in range(TRIES):
             try:
                 async with self._turn, self._credentials.release_redis() as redis:
-                    await sweep(redis)
-            except (NexrlError, aiohttp.ClientError, OSError) as error:
+                    return await sweep(redis)
+            except (NexrlError, RedisError, aiohttp.ClientError, OSError) as error:
                 log.warning("%s: cannot set the TTL of its keys in Redis: %s", ledger, error)
+            await asyncio.sleep(RETRY_SECONDS)

@@ -66,10 +66,11 @@ class Operator:
         """Fill the caches, wait for leadership, then work. Raises the first error of any task."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for cache in self.reconciler.caches.all:
+                caches = self.reconciler.caches
+                for cache in (*caches.all, caches.warnings):
                     tasks.create_task(cache.run(self.api))
                 tasks.create_task(self._beat())
-                for cache in self.reconciler.caches.all:
+                for cache in caches.all:
                     await cache.synced.wait()
                 await self.election.win()
                 LEADER.set(1)

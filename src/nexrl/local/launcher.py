@@ -28,7 +28,7 @@ from nexrl.local.report import Ending, write_report
 from nexrl.local.restart_budget import RestartBudget
 from nexrl.local.run_folder import RunFolder, checkpoints_of, endpoint
 from nexrl.local.view import RunView, phase_name
-from nexrl.rpc.client import call, connect, new_request_id, watch
+from nexrl.rpc.client import call, connect, is_passing, new_request_id, watch
 from nexrl.run_layout import CHECKPOINT_PREFIX, ENDPOINTS_FILE
 from nexrl.spec import Experiment, load_experiment
 from nexrl.spec.trainer import ResumeFromPath, ResumeSpec
@@ -256,14 +256,17 @@ class Launcher:
         request = pb.ReportExitRequest(
             request_id=new_request_id(), component=child.name, exit_code=code, log_tail=child.last_words()
         )
-        try:
-            answer = await call(ControllerServiceStub(controller).ReportExit, request, timeout_seconds=CALL_SECONDS)
-        except NexrlError as error:
-            self._fail(
-                "ControllerLost", f"{child.name} ended with code {code}, and the controller cannot be reached: {error}"
-            )
-            return None
-        return answer.delay_seconds if answer.restart else None
+        deadline = time.monotonic() + self.experiment.spec.monitor.health.stall_deadline_seconds
+        while True:
+            try:
+                answer = await call(ControllerServiceStub(controller).ReportExit, request, timeout_seconds=CALL_SECONDS)
+                return answer.delay_seconds if answer.restart else None
+            except NexrlError as error:
+                if is_passing(error) and time.monotonic() < deadline:
+                    continue  # the controller restarts, or has used up its restarts, which ends the run
+                told = f"{child.name} ended with code {code}, and the controller cannot be reached: {error}"
+                self._fail("ControllerLost", told)
+                return None
 
     def _fail(self, reason: str, message: str) -> None:
         if not self._failure.done():

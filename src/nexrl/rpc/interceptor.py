@@ -157,6 +157,9 @@ async def _edge(context: Context, method: str, admission: Admission | None) -> A
     except GeneratorExit:
         code = "CANCELLED"
         raise
+    except grpc.aio.AbortError:  # the servicer has answered, as gRPC's own health service does
+        code = grpc.StatusCode(context.code()).name
+        raise
     except Exception:
         code = "INTERNAL"
         log.exception("%s/%s failed", service, name)

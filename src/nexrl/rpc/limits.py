@@ -5,6 +5,9 @@ from collections.abc import Mapping
 MAX_MESSAGE_BYTES = 2**31 - 1
 """Largest message that either side accepts: protobuf's limit, because a train batch can be nearly that large."""
 MEBIBYTE = 2**20
+MAX_SMALLER_BYTES = 64 * MEBIBYTE
+SMALLER_ROLES = ("controller", "weight-sync", "inference", "rollout")
+"""Roles without train batches: gRPC reads no message above MAX_SMALLER_BYTES there."""
 DEFAULT_BYTES = MEBIBYTE
 LARGER_BYTES: Mapping[str, int] = {
     # Prompts of a million tokens, tasks, and thousands of samples by name.

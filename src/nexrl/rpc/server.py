@@ -25,7 +25,7 @@ from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import connect
 from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
-from nexrl.rpc.limits import MAX_MESSAGE_BYTES
+from nexrl.rpc.limits import MAX_MESSAGE_BYTES, MAX_SMALLER_BYTES, SMALLER_ROLES
 from nexrl.rpc.metrics import MetricsServer
 from nexrl.settings import ALIVE, Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
@@ -38,8 +38,9 @@ BUILD_INFO = Gauge("nexrl_build_info", "1; the labels name version and role.", [
 
 CANCEL_AGAIN_SECONDS = 0.1
 
-MAX_CONNECTIONS = 2000
-"""At each port. A connection without a call holds about 50 KiB."""
+MAX_CONNECTIONS = 5000
+"""At each port. A connection without a call holds about 50 KiB. The largest experiment has 2100 processes, each with an
+old and a new connection while certificates are renewed."""
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -61,10 +62,13 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
 ]
 
-HEALTH_OPTIONS = [
-    *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"),
-    ("grpc.max_receive_message_length", 4096),  # everybody may call the health port
-]
+# Everybody may call the health port. Each probe of the kubelet opens a connection of its own.
+HEALTH_CHANGES = {
+    "grpc.max_receive_message_length": 4096,
+    "grpc.max_connection_idle_ms": 5_000,
+    "grpc.max_connection_age_ms": 30_000,
+    "grpc.max_connection_age_grace_ms": 1_000,
+}
 
 
 class ServiceProcess:
@@ -85,8 +89,11 @@ class ServiceProcess:
         tls = tls_from_environment()
         self.credentials = CredentialFiles(tls) if tls else None
         self.admission = self._build_admission(tls) if tls else None
-        self.server = grpc.aio.server(interceptors=[EdgeInterceptor(self.admission)], options=SERVER_OPTIONS)
-        self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)
+        limit = {"grpc.max_receive_message_length": MAX_SMALLER_BYTES} if role in SMALLER_ROLES else {}
+        self.server = grpc.aio.server(
+            interceptors=[EdgeInterceptor(self.admission)], options=[*(dict(SERVER_OPTIONS) | limit).items()]
+        )
+        self._health_server = grpc.aio.server(options=[*(dict(SERVER_OPTIONS) | HEALTH_CHANGES).items()])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
         self.port, self.token_port, self.health_port = self._bind_all()
