@@ -1,6 +1,7 @@
 """Many experiments, and an operator with nothing to do. EXPERIMENTS=500 is what CI tries; -s shows the times."""
 
 import asyncio
+import math
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client import REGISTRY, Histogram
 
 from nexrl.k8s.api import EXPERIMENT, Api
+from nexrl_operator.credentials import SECRETS_SECONDS
 from nexrl_operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Services, experiment_object, operator_settings
@@ -49,7 +51,9 @@ async def test_many_experiments_reconcile_and_then_nothing_is_asked(api: Api) ->
     await asyncio.sleep(IDLE_SECONDS)
     asked = await _requests(api) - before
     assert not running.done()
-    assert set(asked) <= {"leases"}, asked  # which say that it is alive
+    # Leases say that it is alive. It looks for the two Secrets of each experiment once in SECRETS_SECONDS.
+    assert set(asked) <= {"leases", "secrets"}, asked
+    assert asked["secrets"] <= 2 * NUMBER * math.ceil(IDLE_SECONDS / SECRETS_SECONDS), asked
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

@@ -4,10 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import aiohttp
-from redis.exceptions import RedisError
-
-from nexrl.errors import NexrlError
 from nexrl.store import Redis, expire_experiment, keep_experiment
 from nexrl_operator.credentials import Credentials
 
@@ -69,6 +65,6 @@ class LedgerExpiry:
             try:
                 async with self._turn, self._credentials.release_redis() as redis:
                     return await sweep(redis)
-            except (NexrlError, RedisError, aiohttp.ClientError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # of Redis or of the API server; nobody awaits this task
                 log.warning("%s: cannot set the TTL of its keys in Redis: %s", ledger, error)
             await asyncio.sleep(RETRY_SECONDS)
