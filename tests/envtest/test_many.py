@@ -26,11 +26,12 @@ REQUESTS = re.compile(r"^apiserver_request_total\{(?P<labels>[^}]*)\} (?P<count>
 pytestmark = pytest.mark.timeout(120 + 2 * NUMBER)
 
 
-async def test_many_experiments_reconcile_and_then_nothing_is_asked(api: Api) -> None:
+async def test_many_experiments_reconcile_and_then_nothing_is_asked(api: Api, redis_url: str) -> None:
     namespace = f"many-{uuid4().hex[:8]}"
     await api.request("POST", "/api/v1/namespaces", body={"metadata": {"name": namespace}})
     failed, succeeded = _reconciled("error") + _reconciled("conflict"), _reconciled("success")
-    operator = Operator(api, operator_settings(namespace=namespace, release_namespace=namespace), Services().connect)
+    settings = operator_settings(namespace=namespace, release_namespace=namespace, redis_url=redis_url)
+    operator = Operator(api, settings, Services().connect)
     running = asyncio.create_task(operator.run())
     began = time.monotonic()
     for number in range(NUMBER):
