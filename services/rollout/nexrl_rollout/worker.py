@@ -9,6 +9,7 @@ Invariants, each with a test in tests/unit/nexrl_rollout/test_worker.py:
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -172,10 +173,10 @@ class RolloutLoop:
             await self._activity.report(error, work_context=f"put of group {lease.group_id}")
             return results
         purpose = Purpose.Name(lease.purpose)
-        for result in results:
-            metrics.SAMPLES.labels(purpose, Verdict.Name(result.verdict)).inc()
-            for trajectory in result.trajectories:
-                metrics.TOKENS.inc(sum(span.end - span.start for span in trajectory.spans))
+        for verdict, samples in Counter(result.verdict for result in results).items():
+            metrics.SAMPLES.labels(purpose, Verdict.Name(verdict)).inc(samples)
+        spans = (span for result in results for trajectory in result.trajectories for span in trajectory.spans)
+        metrics.TOKENS.inc(sum(span.end - span.start for span in spans))
         return results
 
     async def _put_or_fail(self, lease: TaskLease, results: Sequence[SampleResult]) -> Sequence[SampleResult]:

@@ -59,14 +59,14 @@ def split_batch(batch: TrainBatch, max_tokens: int, shared_row_tokens: int = SHA
     return [_micro_batch(batch, part) for part in _cut(rows, max_tokens)]
 
 
-def _sequences(batch: TrainBatch) -> Iterator[_Sequence]:
-    start = 0
-    for length in batch.lengths_B.tolist():
-        trained = np.flatnonzero(batch.loss_mask_N[start : start + length])
-        if len(trained):
-            # Nothing after the last trained token is predicted, so nothing after the one before it is fed.
-            yield _Sequence(start, int(trained[0]), int(trained[-1]))
-        start += length
+def _sequences(batch: TrainBatch) -> list[_Sequence]:
+    trained = np.flatnonzero(batch.loss_mask_N)
+    starts = np.cumsum(batch.lengths_B) - batch.lengths_B
+    owners = np.searchsorted(starts, trained, side="right") - 1
+    owners, first, counts = np.unique(owners, return_index=True, return_counts=True)
+    starts, last = starts[owners], first + counts - 1
+    # Nothing after the last trained token is predicted, so nothing after the one before it is fed.
+    return list(map(_Sequence, starts.tolist(), (trained[first] - starts).tolist(), (trained[last] - starts).tolist()))
 
 
 def _rows(batch: TrainBatch, shared_row_tokens: int) -> list[list[_Sequence]]:
@@ -100,22 +100,37 @@ def _cut(rows: Sequence[list[_Sequence]], max_tokens: int) -> Iterator[Sequence[
 def _micro_batch(batch: TrainBatch, rows: Sequence[Sequence[_Sequence]]) -> MicroBatch:
     width = _length(rows[-1])
     input_ids_BT, position_ids_BT, segments_BT = (np.zeros((len(rows), width), np.int64) for _ in range(3))
-    positions: list[NDArray[np.int64]] = []
-    tokens: list[NDArray[np.int64]] = []
+    row_R = np.arange(len(rows)) * width
+    start_R, context_R = np.array([(row[0].start, row[0].context) for row in rows]).T
+    owner, offset = _ranges(context_R)
+    columns = row_R[owner] + offset
+    input_ids_BT.ravel()[columns] = batch.token_ids_N[start_R[owner] + offset]
+    position_ids_BT.ravel()[columns] = offset
+    first_S, segment_S, start_S, context_S, inputs_S = np.array(list(_continuations(rows, width))).T
+    owner, offset = _ranges(inputs_S - context_S)
+    columns = first_S[owner] + offset
+    input_ids_BT.ravel()[columns] = batch.token_ids_N[start_S[owner] + context_S[owner] + offset]
+    position_ids_BT.ravel()[columns] = context_S[owner] + offset
+    segments_BT.ravel()[columns] = segment_S[owner]
+    owner, offset = _ranges(inputs_S - context_S + 1)
+    tokens = start_S[owner] + context_S[owner] + offset
+    # The first token is predicted by the context's last column, the others by the column before their own.
+    last_of_context_S = np.arange(len(rows)).repeat(list(map(len, rows))) * width + context_S - 1
+    positions = np.where(offset == 0, last_of_context_S[owner], first_S[owner] + offset - 1)
+    is_trained = batch.loss_mask_N[tokens]
+    return MicroBatch(input_ids_BT, position_ids_BT, segments_BT, positions[is_trained], tokens[is_trained])
+
+
+def _continuations(rows: Sequence[Sequence[_Sequence]], width: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield flat first column, segment, start, context and inputs of each sequence."""
     for number, row in enumerate(rows):
-        context, column = row[0].context, row[0].context
-        input_ids_BT[number, :context] = batch.token_ids_N[row[0].start : row[0].start + context]
-        position_ids_BT[number, :context] = np.arange(context)
+        column = number * width + row[0].context
         for segment, sequence in enumerate(row, start=1):
-            own = slice(column, column + sequence.inputs - context)
-            input_ids_BT[number, own] = batch.token_ids_N[sequence.start + context : sequence.start + sequence.inputs]
-            position_ids_BT[number, own] = np.arange(context, sequence.inputs)
-            segments_BT[number, own] = segment if len(row) > 1 else 0
-            mask = batch.loss_mask_N[sequence.start + context : sequence.start + sequence.inputs + 1]
-            offsets = np.flatnonzero(mask)  # of trained tokens, from the end of the context
-            # The first one is predicted by the context's last column, the others by the column before their own.
-            columns = np.where(offsets == 0, context - 1, column + offsets - 1)
-            positions.append(number * width + columns)
-            tokens.append(sequence.start + context + offsets)
-            column = own.stop
-    return MicroBatch(input_ids_BT, position_ids_BT, segments_BT, np.concatenate(positions), np.concatenate(tokens))
+            yield column, segment if len(row) > 1 else 0, sequence.start, sequence.context, sequence.inputs
+            column += sequence.inputs - sequence.context
+
+
+def _ranges(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return owner and offset of each element of ranges of `lengths`: [2, 1] gives [0, 0, 1] and [0, 1, 0]."""
+    owner = np.arange(len(lengths)).repeat(lengths)
+    return owner, np.arange(len(owner)) - (np.cumsum(lengths) - lengths)[owner]

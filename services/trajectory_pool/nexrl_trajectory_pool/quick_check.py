@@ -12,26 +12,36 @@ from numpy.typing import NDArray
 
 from nexrl.column_proto import column_violations
 from nexrl.v1 import packed_pb2 as pb
-from nexrl.v1.trajectory_pb2 import CompletionSpan, PolicySpan
+from nexrl.v1.trajectory_pb2 import PolicySpan
 from nexrl_trajectory_pool.sampling import MAX_LOGPROB, MIN_LOGPROB, SamplingParameters
 
 LISTS = {pb.PackedTrajectory.DESCRIPTOR.fields_by_name[name].number for name in ("token_ids", "loss_mask", "logprobs")}
 
 
 def are_good(
-    trajectories: Sequence[pb.PackedTrajectory], vocabulary_size: int | None, sampling: SamplingParameters | None = None
+    trajectories: Sequence[pb.PackedTrajectory],
+    vocabulary_size: int | None,
+    sampling: SamplingParameters | None = None,
+    max_tokens: int | None = None,
 ) -> bool:
-    """Return True if these are well-formed, and every token id is below `vocabulary_size`.
+    """Return True if these are well-formed, have at most `max_tokens`, and every token id is below `vocabulary_size`.
 
-    With `sampling`, each must also train some token, and record no other parameters for the draw of such a token.
+    With `sampling`, each must also train some token, and record no other parameters for any draw.
     """
     token_ids, lengths, logprobs = [], [], []
+    draws: set[tuple[float, float, int]] = set()  # nearly always one
     for trajectory in trajectories:
         if not _is_in_one_piece(trajectory):
             return False
         loss_mask = trajectory.loss_mask[0]
-        if not _is_good(trajectory, loss_mask) or not _is_drawn(trajectory.completions, loss_mask, sampling):
+        if not _is_good(trajectory, loss_mask):
             return False
+        if sampling is not None:
+            if 1 not in loss_mask:
+                return False
+            draws.update(
+                (c.draw.temperature, c.draw.top_p, c.draw.top_k) for c in trajectory.completions if c.HasField("draw")
+            )
         token_ids.append(trajectory.token_ids[0])
         lengths.append(len(loss_mask))
         logprobs.append(trajectory.logprobs[0])
@@ -39,7 +49,9 @@ def are_good(
         return True
     sizes = [4 * length for length in lengths]
     return (
-        list(map(len, logprobs)) == sizes
+        (max_tokens is None or max(lengths) <= max_tokens)
+        and (sampling is None or not any(any(sampling.differences(*draw)) for draw in draws))
+        and list(map(len, logprobs)) == sizes
         and _are_logprobs(logprobs)
         and _are_tokens(token_ids, lengths, vocabulary_size)
     )
@@ -73,16 +85,6 @@ def _cover(spans: Iterable[PolicySpan], loss_mask: bytes, trained: int) -> bool:
         covered += loss_mask.count(1, span.start, span.end)
         end = span.end
     return end > 0 and covered == trained
-
-
-def _is_drawn(completions: Iterable[CompletionSpan], loss_mask: bytes, sampling: SamplingParameters | None) -> bool:
-    if sampling is None:
-        return True
-    for completion in completions:
-        is_trained = completion.HasField("draw") and loss_mask.count(1, completion.start, completion.end)
-        if is_trained and any(sampling.differences(completion.draw)):
-            return False
-    return 1 in loss_mask
 
 
 def _are_logprobs(logprobs: Sequence[bytes]) -> bool:

@@ -43,11 +43,10 @@ def produced_samples(
         for i, (result, payload) in enumerate(zip(results, payloads, strict=True))
         for violation in _violations(f"results[{i}]", result, len(payload), key_list or ())
     ]
-    violations += _too_long(results, max_tokens)
-    if not are_good(
-        [trajectory for result in results for trajectory in result.trajectories], vocabulary_size, sampling
-    ):
+    trajectories = [trajectory for result in results for trajectory in result.trajectories]
+    if not are_good(trajectories, vocabulary_size, sampling, max_tokens):
         unpacked = [_parsed(i, payload, pb.SampleResult) for i, payload in enumerate(payloads)]
+        violations += _too_long(unpacked, max_tokens)
         violations += _token_violations(unpacked, vocabulary_size, sampling)
     if violations:
         raise InvalidArgumentError("; ".join(map(str, violations[:MAX_VIOLATIONS_SHOWN])), violations=violations)
@@ -92,11 +91,11 @@ def _violations(
             yield Violation(f"{path}.trajectories[0].metadata", f"lacks {key!r}; trajectoryPool.keyList groups by it")
 
 
-def _too_long(results: Sequence[packed_pb.PackedSampleResult], max_tokens: int | None) -> Iterator[Violation]:
+def _too_long(results: Sequence[pb.SampleResult], max_tokens: int | None) -> Iterator[Violation]:
     """Yield trajectories for which the model has too few positions: they would stop the trainer."""
     for i, result in enumerate(results):
         for j, trajectory in enumerate(result.trajectories):
-            tokens = sum(map(len, trajectory.loss_mask))
+            tokens = len(trajectory.token_ids)
             if max_tokens is not None and tokens > max_tokens:
                 limit = f"{tokens} tokens; at most {max_tokens} (inference.maxTokensPerRow)"
                 yield Violation(f"results[{i}].trajectories[{j}].token_ids", limit)

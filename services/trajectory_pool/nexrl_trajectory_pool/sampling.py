@@ -24,12 +24,12 @@ class SamplingParameters:
     top_p: float = 1.0
     top_k: int = 0
 
-    def differences(self, draw: pb.Draw) -> Iterator[tuple[str, float, float]]:
-        """Yield name, value and expected value of each parameter in which `draw` differs from the experiment."""
+    def differences(self, temperature: float, top_p: float, top_k: int) -> Iterator[tuple[str, float, float]]:
+        """Yield name, value and expected value of each parameter in which a draw differs from the experiment."""
         pairs = (
-            ("temperature", draw.temperature, self.temperature),
-            ("top_p", draw.top_p or 1.0, self.top_p),
-            ("top_k", draw.top_k, self.top_k),
+            ("temperature", temperature, self.temperature),
+            ("top_p", top_p or 1.0, self.top_p),
+            ("top_k", top_k, self.top_k),
         )
         return (pair for pair in pairs if abs(pair[1] - pair[2]) > RELATIVE_TOLERANCE * abs(pair[2]))
 
@@ -42,7 +42,8 @@ class SamplingParameters:
             yield Violation(f"{path}.loss_mask", "trains nothing; at least one token must be true")
         for i, completion in enumerate(trajectory.completions):
             if completion.HasField("draw") and any(trajectory.loss_mask[completion.start : completion.end]):
-                for name, value, expected in self.differences(completion.draw):
+                draw = completion.draw
+                for name, value, expected in self.differences(draw.temperature, draw.top_p, draw.top_k):
                     where = f"{path}.completions[{i}].draw.{name}"
                     yield Violation(where, f"{value:g}; the experiment samples with {expected:g}")
 
