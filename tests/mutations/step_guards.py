@@ -233,8 +233,8 @@ STEP_GUARDS = (
         11,
         "tokens that were drawn otherwise are refused",
         POOL + "quick_check.py",
-        "is_trained and any(sampling.differences(completion.draw))",
-        "False",
+        "(sampling is None or not any(any(sampling.differences(*draw)) for draw in draws))",
+        "True",
         RESULTS,
     ),
     Guard(
