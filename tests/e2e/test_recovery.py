@@ -78,7 +78,7 @@ async def test_the_death_of_any_process_costs_no_step_and_no_sample(
 ) -> None:
     steps, mortals = (
         80,
-        ("rollout-0", "inference-0", "trajectory-pool", "weight-sync", *2 * ("controller", "trainer")),
+        ("rollout-0", "inference-0", "data-reader", "trajectory-pool", "weight-sync", *2 * ("controller", "trainer")),
     )
     overrides = (
         *SMALL_BATCHES,
@@ -127,5 +127,5 @@ def steps_of(run: Path) -> list[dict[str, float]]:
 async def ledger_of(run: Path, redis: Redis) -> LedgerState:
     """The ledger that a run has left in `redis`."""
     experiment = load_resolved(run / "experiment.yaml")
-    rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train)
+    rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train.total)
     return await Ledger(redis, key_prefix(experiment.metadata.name, experiment.spec.model.tag), rules).state()
