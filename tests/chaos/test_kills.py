@@ -19,7 +19,7 @@ RESULT = os.environ.get("RESULT", "")
 """File for the result."""
 NAMES = (
     *("redis", "controller", "weight-sync", "trainer", "trajectory-pool-0", "trajectory-pool-1"),
-    *("data-reader", "inference-0", "inference-1", "rollout-0", "rollout-1"),
+    *("inference-0", "inference-1", "rollout-0", "rollout-1"),
 )
 EXPERIMENT = Path(__file__).with_name("copy-digits.yaml")
 STEPS = 150 + 3 * KILLS

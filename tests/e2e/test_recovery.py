@@ -78,7 +78,7 @@ async def test_the_death_of_any_process_costs_no_step_and_no_sample(
 ) -> None:
     steps, mortals = (
         80,
-        ("rollout-0", "inference-0", "data-reader", "trajectory-pool", "weight-sync", *2 * ("controller", "trainer")),
+        ("rollout-0", "inference-0", "trajectory-pool", "weight-sync", *2 * ("controller", "trainer")),
     )
     overrides = (
         *SMALL_BATCHES,
