@@ -29,6 +29,8 @@ class Component:
     """Whether its section sets the number of CPU threads; otherwise there is one."""
     uses_redis: bool = False
     """False for components that run user code or only compute: they get no access to Redis."""
+    beside: str = ""
+    """The component whose pods have a container of this one. "": it has pods of its own."""
 
     def replicas(self, spec: ExperimentSpec) -> int:
         """Number of processes."""
@@ -41,6 +43,7 @@ class Component:
 
 COMPONENTS = (
     Component("controller", "controller", stop_wave=3, uses_redis=True),
+    Component("data-reader", "data", stop_wave=2, beside="trajectory-pool"),
     Component("trajectory-pool", "trajectory_pool", stop_wave=2, has_replicas=True, uses_redis=True),
     Component("weight-sync", "weight_sync", stop_wave=1, uses_redis=True),
     Component("trainer", "trainer", stop_wave=0, has_replicas=True, has_threads=True),
@@ -49,6 +52,7 @@ COMPONENTS = (
 )
 """In the order in which one machine starts them."""
 BY_NAME = {component.name: component for component in COMPONENTS}
+WITH_PODS = tuple(component for component in COMPONENTS if not component.beside)
 
 
 _INSTANCE = re.compile(rf"(?:.*-)?({'|'.join(BY_NAME)})(?:-[a-z0-9]+)*")
@@ -73,6 +77,7 @@ class Wiring:
     experiment_file: Path
     run_folder: Path
     controller: str = ""
+    data_reader: str = ""
     trajectory_pool: str = ""
     weight_sync: str = ""
     redis_url: str = ""
@@ -90,6 +95,8 @@ class Wiring:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
+        if component.name == "trajectory-pool":
+            variables["NEXRL_DATA_READER"] = self.data_reader
         if component.uses_redis:
             variables["NEXRL_REDIS_URL"] = self.redis_url
             if self.redis_is_managed:

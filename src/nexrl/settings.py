@@ -11,6 +11,10 @@ ALIVE = "alive"
 """Name of the gRPC health service that answers SERVING while the event loop runs, ready or not."""
 
 
+REDIS_PASSWORD = "NEXRL_REDIS_PASSWORD"
+"""The variable with the password of the Redis user."""
+
+
 class Settings(BaseSettings):
     """Settings of all services. Each service uses those that it needs."""
 
@@ -43,6 +47,7 @@ class Settings(BaseSettings):
     )
     controller: str = Field(default="", description="gRPC address of the controller.")
     trajectory_pool: str = Field(default="", description="gRPC address of the trajectory pool.")
+    data_reader: str = Field(default="", description="Trajectory pool: gRPC address of its data reader.")
     weight_sync: str = Field(default="", description="gRPC address of weight sync.")
     weights: str = Field(
         default="",

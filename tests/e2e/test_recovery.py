@@ -127,5 +127,5 @@ def steps_of(run: Path) -> list[dict[str, float]]:
 async def ledger_of(run: Path, redis: Redis) -> LedgerState:
     """The ledger that a run has left in `redis`."""
     experiment = load_resolved(run / "experiment.yaml")
-    rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train)
+    rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train.total)
     return await Ledger(redis, key_prefix(experiment.metadata.name, experiment.spec.model.tag), rules).state()

@@ -29,7 +29,16 @@ RUN_SECONDS = 200.0
 CALL_SECONDS = 30.0
 LOOK_SECONDS = 70.0
 """Longest time of a command that starts processes of its own."""
-CHILDREN = {"redis", "controller", "trajectory-pool", "weight-sync", "trainer", "inference-0", "rollout-0"}
+CHILDREN = {
+    "redis",
+    "controller",
+    "data-reader",
+    "trajectory-pool",
+    "weight-sync",
+    "trainer",
+    "inference-0",
+    "rollout-0",
+}
 
 Seen = Mapping[str, Any]
 

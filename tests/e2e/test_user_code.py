@@ -141,3 +141,18 @@ async def test_a_run_whose_loss_raises_ends_with_what_failed_and_why_and_what_to
     async with running(tmp_path, *overrides, last, seconds=RUN_SECONDS) as run:
         await run.ends()
     assert len([line for line in metrics_of(run.folder) if "reward_mean" in line]) == STEPS
+
+
+async def test_a_run_whose_data_raises_in_the_data_reader_ends_at_once_with_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os\n\n\n"
+        "def tasks(split):\n"
+        "    if 'NEXRL_INSTANCE' in os.environ:  # not while `nexrl run` checks the file\n"
+        "        raise ValueError('the file is gone')\n"
+        "    return [{'prompt': '1', 'answer': '1'}] * 8\n"
+    )
+    async with running(tmp_path, *SHORT, "data.factory=mine:tasks", seconds=RUN_SECONDS) as run:
+        await run.ends(10)
+    output = (tmp_path / "output").read_text()
+    assert "data-reader ended with exit code 2" in output
+    assert "spec.data.factory: mine:tasks('train') raised ValueError: the file is gone" in output

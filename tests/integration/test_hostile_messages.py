@@ -16,6 +16,7 @@ from nexrl.rpc.client import call, connect
 from nexrl.v1.train_batch_pool_service_pb2 import ResumeFromCheckpointRequest
 from nexrl.v1.trajectory_pool_service_pb2 import SetPolicyVersionRequest
 from nexrl_controller import server as controller
+from nexrl_data_reader import server as data_reader
 from nexrl_trajectory_pool import server as trajectory_pool
 from nexrl_weight_sync import server as weight_sync
 from tests.support.certificates import Authority, environment
@@ -28,6 +29,7 @@ SEED = int(os.environ.get("NEXRL_FUZZ_SEED", "0"))
 IN_FLIGHT = 8
 MAX_GROWTH_KIB = 200 * 1024
 SERVICES: dict[Any, list[str]] = {
+    data_reader: ["DataReader"],
     trajectory_pool: ["DataLoader", "TrainBatchPool", "TrajectoryPool", "Validator"],
     controller: ["Activity", "Controller"],
     weight_sync: ["WeightSync"],
@@ -77,15 +79,14 @@ async def test_random_messages_are_answered_or_refused_with_what_is_wrong(
     methods = [
         method for name in SERVICES[server] for method in Default().FindServiceByName(f"nexrl.v1.{name}Service").methods
     ]
-    running = running_service(
-        tmp_path,
-        server.start,
-        small_experiment(experiment_name),
-        redis_url=redis_url,
-        weight_sync=nobody,
-        trajectory_pool=nobody,
-    )
-    async with running as process, connect(process.address) as channel:
+    experiment, addresses = small_experiment(experiment_name), {"weight_sync": nobody, "trajectory_pool": nobody}
+    async with (
+        running_service(tmp_path, data_reader.start, experiment) as reader,
+        running_service(
+            tmp_path, server.start, experiment, redis_url=redis_url, data_reader=reader.address, **addresses
+        ) as process,
+        connect(process.address) as channel,
+    ):
         await channel.channel_ready()
         before = resident_kib()
         for _ in range(0, CALLS, IN_FLIGHT):

@@ -88,6 +88,15 @@ async def test_background_work_that_fails_stops_the_process_with_its_error(tmp_p
     assert closed == ["second", "first"]
 
 
+async def test_a_process_that_still_starts_stops_when_it_is_told_to(tmp_path: Path) -> None:
+    async def start(process: ServiceProcess) -> None:
+        process.stopping.set()
+        await asyncio.Event().wait()
+
+    async with running_service(tmp_path, start) as process:
+        await process.stopping.wait()
+
+
 async def test_a_call_in_flight_completes_while_the_process_drains(tmp_path: Path) -> None:
     entered, may_end = asyncio.Event(), asyncio.Event()
 

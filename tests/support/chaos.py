@@ -361,7 +361,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 async def _ledger(folder: Path) -> AsyncIterator[Ledger]:
     """Open the ledger on a copy of the files of the run's private Redis."""
     experiment = load_resolved(folder / "experiment.yaml")
-    rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train)
+    rules = training_rules(experiment.spec, open_datasets(experiment.spec, experiment.folder).train.total)
     with running_redis(folder / "redis") as url:
         redis = await connect_redis(url)
         try:

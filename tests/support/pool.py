@@ -20,6 +20,7 @@ from nexrl.v1.data_loader_service_pb2_grpc import DataLoaderServiceStub
 from nexrl.v1.train_batch_pool_service_pb2_grpc import TrainBatchPoolServiceStub
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
+from nexrl_data_reader import server as data_reader
 from nexrl_trajectory_pool import server
 from tests.support.services import running_service
 
@@ -188,9 +189,10 @@ class PoolClient:
 
 @asynccontextmanager
 async def running_pool(folder: Path, redis_url: str, experiment: Experiment) -> AsyncIterator[PoolClient]:
-    """Run one process of the trajectory pool, and yield a client of it."""
+    """Run one process of the trajectory pool with its data reader, and yield a client of it."""
     async with (
-        running_service(folder, server.start, experiment, redis_url=redis_url) as process,
+        running_service(folder, data_reader.start, experiment) as reader,
+        running_service(folder, server.start, experiment, redis_url=redis_url, data_reader=reader.address) as process,
         connect(process.address) as channel,
     ):
         yield PoolClient(process.address, channel)

@@ -15,6 +15,7 @@ from tests.support.marks import ROOT
 PACKAGES = (
     "nexrl",
     "nexrl_controller",
+    "nexrl_data_reader",
     "nexrl_inference",
     "nexrl_operator",
     "nexrl_rollout",
@@ -45,6 +46,7 @@ GRPC = {
     "nexrl_weight_sync.replicas",
     # Servicers.
     "nexrl_controller.service",
+    "nexrl_data_reader.service",
     "nexrl_inference.service",
     "nexrl_trainer.service",
     "nexrl_trajectory_pool.service",
@@ -93,8 +95,8 @@ def test_each_component_is_a_grpc_service_with_one_implementation() -> None:
     promised = sorted(re.findall(r"^service (\w+) {", contracts, re.MULTILINE))
     assert promised == sorted(re.findall(r"^class \w+Servicer\((\w+)Servicer\):", servicers, re.MULTILINE))
     assert promised == [
-        *("ActivityService", "ControllerService", "DataLoaderService", "InferenceService", "TrainBatchPoolService"),
-        *("TrainerService", "TrajectoryPoolService", "ValidatorService", "WeightSyncService"),
+        *("ActivityService", "ControllerService", "DataLoaderService", "DataReaderService", "InferenceService"),
+        *("TrainBatchPoolService", "TrainerService", "TrajectoryPoolService", "ValidatorService", "WeightSyncService"),
     ]
 
 

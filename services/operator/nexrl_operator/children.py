@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nexrl.components import COMPONENTS
+from nexrl.components import WITH_PODS
 from nexrl.spec import Experiment, dump_resolved, with_folder
 from nexrl.spec.experiment import GENERATION_ANNOTATION, LEDGER_ANNOTATION
 from nexrl_operator.network_policy import network_policy
@@ -41,7 +41,7 @@ class Renderer:
         policies = []
         if self.settings.network_policy:
             policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
-        services = [self.service(component.name) for component in COMPONENTS]
+        services = [self.service(component.name) for component in WITH_PODS]
         return [with_rendered_digest(item) for item in (self.config_map(), self.claim(), *services, *policies)]
 
     def config_map(self) -> Object:
@@ -86,7 +86,7 @@ class Renderer:
         """Return the number of pods of each component, in the order in which they are created."""
         spec = self.experiment.spec
         # The controller last: if it exists, all others were created.
-        in_order = sorted(COMPONENTS, key=lambda component: component.name == "controller")
+        in_order = sorted(WITH_PODS, key=lambda component: component.name == "controller")
         counts = {component.name: component.replicas(spec) for component in in_order}
         if self.max_rollouts is not None:
             counts["rollout"] = min(counts["rollout"], self.max_rollouts)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from nexrl.components import BY_NAME
+from nexrl.components import WITH_PODS
 from nexrl.errors import FailedPreconditionError
 from nexrl.k8s.api import CERTIFICATE, SECRET, Api, Kind
 from nexrl.store import Redis, connect_redis
@@ -175,7 +175,7 @@ class Credentials:
 
 
 def _names(owner: Owner) -> list[str]:
-    hosts = [f"{owner.name}-{component}" for component in BY_NAME]
+    hosts = [f"{owner.name}-{component.name}" for component in WITH_PODS]
     return [name for host in hosts for name in (host, f"{host}.{owner.namespace}", f"{host}.{owner.namespace}.svc")]
 
 

@@ -15,7 +15,7 @@ from nexrl_operator.experiment_clients import ExperimentClients
 from nexrl_operator.experiment_state import ExperimentState
 from nexrl_operator.object_names import NameTakenError, require_free_names
 from nexrl_operator.objects import Object
-from nexrl_operator.observed import WORKLOADS, Observed, attempt_of, component_of, has_finished, instance_of
+from nexrl_operator.observed import WORKLOADS, Observed, attempt_of, component_of, has_finished, instances_of
 from nexrl_operator.plan import PREDECESSOR_SECONDS, Plan, Stage, soonest
 from nexrl_operator.queueing import QUEUE_LABEL, flavors_of, placed, queue_of
 from nexrl_operator.reporter import Reporter
@@ -208,7 +208,7 @@ class Executor:
         if plan.failed is not None:
             await self._clients.stop(key, f"{plan.failed[0]}: {plan.failed[1]}")
         if plan.stage in (Stage.END, Stage.CLEAR):
-            living = [instance_of(pod) for pod in current.observed.living(*BY_NAME)]
+            living = [name for pod in current.observed.living(*BY_NAME) for name in instances_of(pod)]
             await self._clients.report_stopped(key, living)
         return requeue_after_seconds
 

@@ -14,6 +14,8 @@ COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL, OPERATOR = "app.kubernetes.io/managed-by", "nexrl-operator"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
 GRPC_PORT, TOKEN_PORT, HEALTH_PORT, HTTP_PORT, METRICS_PORT = 50051, 50052, 50053, 8000, 9090
+DATA_READER_PORT = 50054
+"""On the loopback interface of the trajectory pool's pods."""
 RUN_FOLDER = Path("/var/lib/nexrl/run")
 EXPERIMENT_FOLDER = Path("/etc/nexrl/experiment")
 TLS_FOLDER = Path("/etc/nexrl/tls")

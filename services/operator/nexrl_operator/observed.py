@@ -21,7 +21,9 @@ WORKLOADS = ("Deployment", "StatefulSet", "Job")
 MAX_LOG_TAIL = 4000
 _ENDED = ("Succeeded", "Failed")
 MAIN_CONTAINER = "nexrl"
-"""The container that the operator renders. Templates may add others."""
+"""The first container that the operator renders."""
+REPORTED_CONTAINERS = (MAIN_CONTAINER, *(component.name for component in BY_NAME.values() if component.beside))
+"""The containers that the operator renders: the controller decides about their ends. Templates may add others."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,12 @@ class Observed:
     def exits(self) -> Iterator[Exit]:
         """Yield the newest exit of each container that the kubelet restarts, without the controller's."""
         for pod in self.pods:
-            ended = _container(pod).get("lastState", {}).get("terminated")
-            component = component_of(pod)
-            if ended and component not in ("controller", "trainer") and not is_deleted(pod):
-                request_id = f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}"
-                yield _exit(request_id, instance_of(pod), ended, words(pod, MAIN_CONTAINER, ended))
+            if component_of(pod) in ("controller", "trainer") or is_deleted(pod):
+                continue
+            for name in REPORTED_CONTAINERS:
+                if ended := _container(pod, name).get("lastState", {}).get("terminated"):
+                    request_id = f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}"
+                    yield _exit(request_id, _instance_of(pod, name), ended, words(pod, name, ended))
 
     def job_exit(self, job: Object) -> Exit:
         """Return how a Job ended."""
@@ -178,6 +181,19 @@ def instance_of(pod: Object) -> str:
         return f"{component}-{index}"
     variables = pod.get("spec", {}).get("containers", [{}])[0].get("env", [])
     return str(next((v["value"] for v in variables if v["name"] == "NEXRL_INSTANCE" and "value" in v), name))
+
+
+def instances_of(pod: Object) -> list[str]:
+    """Return the NEXRL_INSTANCE of each container of a pod that the operator renders."""
+    names = {each["name"] for each in pod.get("spec", {}).get("containers", [])}
+    return [_instance_of(pod, name) for name in REPORTED_CONTAINERS if name == MAIN_CONTAINER or name in names]
+
+
+def _instance_of(pod: Object, container: str) -> str:
+    instance = instance_of(pod)
+    if container == MAIN_CONTAINER:
+        return instance
+    return container if instance == component_of(pod) else f"{instance}-{container}"
 
 
 def job_of(pod: Object) -> str:
@@ -252,9 +268,9 @@ def rfc3339(unix_seconds: float) -> str:
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _container(pod: Object) -> Mapping[str, Any]:
+def _container(pod: Object, name: str = MAIN_CONTAINER) -> Mapping[str, Any]:
     statuses: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
-    return next((each for each in statuses if each["name"] == MAIN_CONTAINER), {})
+    return next((each for each in statuses if each["name"] == name), {})
 
 
 def _failed_container(pod: Object) -> tuple[str, Mapping[str, Any]] | None:

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nexrl.components import BY_NAME, Component, Wiring
+from nexrl.components import BY_NAME, COMPONENTS, Component, Wiring
 from nexrl.settings import ALIVE
 from nexrl.spec import Experiment
 from nexrl.tls import experiment_name
 from nexrl_operator.objects import (
+    DATA_READER_PORT,
     EXPERIMENT_FOLDER,
     GRPC_PORT,
     HEALTH_PORT,
@@ -25,6 +26,7 @@ from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.templates import lay_over
 
 USER = 10001
+TOKEN_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 STARTUP_SECONDS = 2700
 """Longest time for a container to start: vLLM may have to load and compile a large model."""
 
@@ -49,7 +51,8 @@ class PodShape:
 
 SHAPES: Mapping[str, PodShape] = {
     "controller": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi", has_run_folder=True),
-    "trajectory-pool": PodShape("control", {"cpu": "100m", "memory": "256Mi"}, "8Gi"),
+    "data-reader": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "8Gi"),
+    "trajectory-pool": PodShape("control", {"cpu": "100m", "memory": "128Mi"}, "8Gi"),
     "weight-sync": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi"),
     "trainer": PodShape(
         "trainer",
@@ -78,18 +81,25 @@ class PodTemplates:
         rendered = self._pod(component, instance)
         template = section.template.model_dump(mode="json") if section.template else {}
         pod: Object = lay_over(rendered, template)
-        _limit_memory(pod, SHAPES[name].memory_limit, SHAPES[name].requests)
+        for each in (component, *_beside(component)):
+            _limit_memory(pod, container_of(each), SHAPES[each.name])
         pod["metadata"]["labels"] |= self.owner.labels(name)  # a template must not change those that select the pods
         return pod
 
     def _pod(self, component: Component, instance: Sequence[Object]) -> Object:
         volumes = dict(self._volumes(component.name))
+        containers = [self._container(component, instance, volumes)]
+        for each in _beside(component):
+            own = dict(self._volumes_beside(each))
+            containers.append(self._container(each, _instance_beside(each, instance), own))
+            volumes |= own
         spec: Object = {
             "automountServiceAccountToken": self._checks_tokens(component.name),
             "enableServiceLinks": False,
             # The kernel drops SIGTERM for process 1 until it installs a handler, and ours import for seconds first.
-            # With a shared namespace, the pause process is process 1.
-            "shareProcessNamespace": True,
+            # With a shared namespace, the pause process is process 1. But then user code in a container beside could
+            # read the environment of the others in /proc.
+            "shareProcessNamespace": len(containers) == 1,
             "terminationGracePeriodSeconds": SHAPES[component.name].grace_seconds,
             "securityContext": {
                 "runAsNonRoot": True,
@@ -99,7 +109,7 @@ class PodTemplates:
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [self._container(component, instance, volumes)],
+            "containers": containers,
             "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         }
         if self.settings.service_account:
@@ -112,18 +122,12 @@ class PodTemplates:
     ) -> Object:
         shape = SHAPES[component.name]
         image = self.experiment.spec.inference.IMAGE if component.name == "inference" else shape.image
-        ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
-        if component.name == "inference":
-            ports["http"] = HTTP_PORT
-        if self._checks_tokens(component.name):
-            ports["grpc-token"] = TOKEN_PORT
         return {
-            "name": MAIN_CONTAINER,
+            "name": container_of(component),
             "image": getattr(self.settings, f"image_{image}"),
             "imagePullPolicy": self.settings.image_pull_policy,
             "args": [component.name],
             "env": [*instance, *self._environment(component)],
-            "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
             "resources": {"requests": dict(shape.requests)},
             "securityContext": {
                 "allowPrivilegeEscalation": False,
@@ -136,20 +140,30 @@ class PodTemplates:
                 {"name": name, "mountPath": str(path), **({"readOnly": True} if _is_read_only(source) else {})}
                 for name, (path, source) in volumes.items()
             ],
-            **_probes(component),
+            **({} if component.beside else {"ports": self._ports(component.name), **_probes(component)}),
         }
+
+    def _ports(self, component: str) -> list[Object]:
+        ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
+        if component == "inference":
+            ports["http"] = HTTP_PORT
+        if self._checks_tokens(component):
+            ports["grpc-token"] = TOKEN_PORT
+        return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
     def _environment(self, component: Component) -> Iterator[Object]:
         yield from_field("NEXRL_POD_IP", "status.podIP")
-        values = {
-            **self._wiring().environment(component, self.experiment.spec),
-            "NEXRL_LISTEN": f"0.0.0.0:{GRPC_PORT}",
-            "NEXRL_ADVERTISE": "$(NEXRL_POD_IP)",
-            "NEXRL_HEALTH_PORT": str(HEALTH_PORT),
-            "NEXRL_METRICS_PORT": str(METRICS_PORT),
-            "NEXRL_HTTP_PORT": str(HTTP_PORT),
-            "HOME": "/tmp",
-        }
+        values = {**self._wiring().environment(component, self.experiment.spec), "HOME": "/tmp"}
+        if component.beside:
+            values["NEXRL_LISTEN"] = f"127.0.0.1:{DATA_READER_PORT}"  # only containers of this pod reach it
+        else:
+            values |= {
+                "NEXRL_LISTEN": f"0.0.0.0:{GRPC_PORT}",
+                "NEXRL_ADVERTISE": "$(NEXRL_POD_IP)",
+                "NEXRL_HEALTH_PORT": str(HEALTH_PORT),
+                "NEXRL_METRICS_PORT": str(METRICS_PORT),
+                "NEXRL_HTTP_PORT": str(HTTP_PORT),
+            }
         if self._checks_tokens(component.name):
             values["NEXRL_TOKEN_PORT"] = str(TOKEN_PORT)
         if self.settings.tls != "off":
@@ -173,6 +187,7 @@ class PodTemplates:
             experiment_file=EXPERIMENT_FOLDER / "experiment.yaml",
             run_folder=RUN_FOLDER,
             controller=self.owner.address("controller"),
+            data_reader=f"127.0.0.1:{DATA_READER_PORT}",
             trajectory_pool=self.owner.address("trajectory-pool"),
             weight_sync=self.owner.address("weight-sync"),
             redis_url=own_url or self.settings.redis_url_of(self.owner.ledger),
@@ -181,7 +196,7 @@ class PodTemplates:
 
     def _volumes(self, component: str) -> Iterator[tuple[str, tuple[Path, Object]]]:
         name, shape = self.owner.name, SHAPES[component]
-        yield "experiment", (EXPERIMENT_FOLDER, {"configMap": {"name": f"{name}-experiment"}})
+        yield self._experiment_volume()
         yield "tmp", (Path("/tmp"), {"emptyDir": {}})
         yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory", "sizeLimit": SOCKETS_SIZE}})
         # Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
@@ -195,14 +210,33 @@ class PodTemplates:
                 "shared-memory",
                 (Path("/dev/shm"), {"emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY_SIZE}}),
             )
+        yield from self._tls_volume()
+
+    def _volumes_beside(self, component: Component) -> Iterator[tuple[str, tuple[Path, Object]]]:
+        """Yield the volumes of a container with user code: none that the container beside it writes or trusts."""
+        yield self._experiment_volume()
+        yield f"{component.name}-tmp", (Path("/tmp"), {"emptyDir": {}})
+        # Where a volume is mounted, Kubernetes mounts no token of the ServiceAccount.
+        yield f"{component.name}-no-token", (TOKEN_FOLDER, {"emptyDir": {}})
+        yield from self._tls_volume()
+
+    def _experiment_volume(self) -> tuple[str, tuple[Path, Object]]:
+        return "experiment", (EXPERIMENT_FOLDER, {"configMap": {"name": f"{self.owner.name}-experiment"}})
+
+    def _tls_volume(self) -> Iterator[tuple[str, tuple[Path, Object]]]:
         if self.settings.tls != "off":
-            secret = self.settings.tls_secret if self.settings.tls == "secret" else f"{name}-tls"
+            secret = self.settings.tls_secret if self.settings.tls == "secret" else f"{self.owner.name}-tls"
             yield "tls", (TLS_FOLDER, {"secret": {"secretName": secret}})
 
     def _checks_tokens(self, component: str) -> bool:
         """Return whether a component serves the token port, because rollout workers of users call it."""
         is_enabled = self.settings.token_reviews and self.settings.tls != "off"
-        return is_enabled and component not in ("rollout", "trainer")
+        return is_enabled and component not in ("rollout", "trainer", "data-reader")
+
+
+def container_of(component: Component) -> str:
+    """Return the name of a component's container."""
+    return component.name if component.beside else MAIN_CONTAINER
 
 
 def variable(name: str, value: str) -> Object:
@@ -221,17 +255,32 @@ def _annotations(component: str) -> dict[str, str]:
     return {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 
 
-def _limit_memory(pod: Object, limit: str, requests: Mapping[str, str]) -> None:
-    """Limit the memory of the main container, unless the user's template names its memory."""
+def _beside(component: Component) -> list[Component]:
+    """Return the components with a container in the pods of this one."""
+    return [each for each in COMPONENTS if each.beside == component.name]
+
+
+def _instance_beside(component: Component, instance: Sequence[Object]) -> list[Object]:
+    """Return the variables that set NEXRL_INSTANCE beside a container with those of `instance`."""
+    if "value" in instance[0]:
+        return [variable("NEXRL_INSTANCE", component.name)]
+    return [
+        from_field("NEXRL_POD", "metadata.name"),
+        variable("NEXRL_INSTANCE", f"$(NEXRL_POD)-{component.name}"),
+    ]
+
+
+def _limit_memory(pod: Object, container: str, shape: PodShape) -> None:
+    """Limit the memory of a container, unless the user's template names its memory."""
     containers = pod["spec"]["containers"]
     for each in filter(_is_mapping, containers if isinstance(containers, list) else []):
         resources = each.get("resources")
-        if not limit or each.get("name") != MAIN_CONTAINER or not _is_mapping(resources):
+        if not shape.memory_limit or each.get("name") != container or not _is_mapping(resources):
             continue
         asked, limits = resources.get("requests"), resources.get("limits", {})
         # A default limit below a request of the user would make the API server refuse the pod.
-        if _is_mapping(asked) and _is_mapping(limits) and asked.get("memory") == requests["memory"]:
-            each["resources"] = {**resources, "limits": {"memory": limit, **limits}}
+        if _is_mapping(asked) and _is_mapping(limits) and asked.get("memory") == shape.requests["memory"]:
+            each["resources"] = {**resources, "limits": {"memory": shape.memory_limit, **limits}}
 
 
 def _is_mapping(value: object) -> bool:

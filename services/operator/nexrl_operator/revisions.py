@@ -10,7 +10,7 @@ from functools import reduce
 
 from pydantic.alias_generators import to_snake
 
-from nexrl.components import BY_NAME, COMPONENTS
+from nexrl.components import BY_NAME, WITH_PODS
 from nexrl.spec import Experiment
 from nexrl.spec.marks import may_change
 from nexrl.spec.section import LIVE
@@ -26,7 +26,7 @@ def configuration_revision(experiment: Experiment) -> str:
     """Digest of the configuration that all pods read."""
     # Without defaults: a default that another version adds or changes must not change a running experiment.
     spec = experiment.spec.model_dump(mode="json", exclude_defaults=True)
-    for section in {component.section for component in COMPONENTS}:
+    for section in {component.section for component in WITH_PODS}:
         spec.get(section, {}).pop("template", None)
     for path in may_change(LIVE):
         *sections, key = map(to_snake, path.split("."))

@@ -12,6 +12,7 @@ from typing import Any
 from nexrl_operator.objects import Object
 from nexrl_operator.observed import (
     MAIN_CONTAINER,
+    REPORTED_CONTAINERS,
     Observed,
     component_of,
     condition,
@@ -97,8 +98,8 @@ def _trouble_of_container(pod: Object, status: Mapping[str, Any]) -> Trouble | N
         code = f"exit code {last['exitCode']}" if "exitCode" in last else ""
         told = [message + _remedy(pod, reason, message, container), words(pod, container, last), code]
         return Trouble(reason, "\n".join(filter(None, told)))
-    # The end of the main container is reported to the controller, which decides about it.
-    if ended.get("exitCode") and container != MAIN_CONTAINER:
+    # The ends of these are reported to the controller, which decides about them.
+    if ended.get("exitCode") and container not in REPORTED_CONTAINERS:
         message = f"{_subject(pod, container)} has ended with exit code {ended['exitCode']}"
         told = [message + _remedy(pod, "", message, container), words(pod, container, ended)]
         return Trouble("ContainerFailed", "\n".join(filter(None, told)))
@@ -203,7 +204,7 @@ def _remedy(item: Object, reason: str, message: str, container: str = "") -> str
     ):
         if words_of_cause in message:
             return f"; {remedy} {template}"
-    if reason == "CrashLoopBackOff" and container == MAIN_CONTAINER:
+    if reason == "CrashLoopBackOff" and container in REPORTED_CONTAINERS:
         return ""  # its log says what to do
     return f"; correct the container {container} in {template}" if container else ""
 

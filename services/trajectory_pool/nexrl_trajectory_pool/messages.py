@@ -1,7 +1,6 @@
 """Messages of the four services, made from what the ledger and the pools return."""
 
 import json
-from typing import Any
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.sample_states import IN_FLIGHT
@@ -88,11 +87,6 @@ def added_item(task: pb.Task) -> bytes:
     if not task.task_id:
         raise InvalidArgumentError("task.task_id: empty")
     return json.dumps({"answer": None, "metadata": {}, **item, "id": task.task_id}).encode()
-
-
-def task_message(task: Any) -> pb.Task:
-    """Return a data item as a message."""
-    return pb.Task(task_id=str(task["id"]), item_json=json.dumps(task))
 
 
 def task_lease_message(pool: Pool, lease: Lease, deadline: float) -> pb.TaskLease:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from nexrl.datasets import Task, TaskSource
 from nexrl.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from nexrl.spec import ExperimentSpec
 from nexrl.spec.model import ModelSpec
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import UNLIMITED, Grant, GrantedBatch, GrantedTask, Ledger, LedgerRules
 from nexrl_trajectory_pool.sampling import SamplingParameters
+from nexrl_trajectory_pool.task_reader import TaskReader
 from nexrl_trajectory_pool.wakeups import WakeUps
 
 MAX_SLEEP_SECONDS = 1.0
@@ -53,17 +53,19 @@ class Pool:
         redis: Redis,
         experiment: str,
         spec: ExperimentSpec,
-        train: TaskSource,
-        validation: TaskSource | None,
+        train: TaskReader,
+        validation: TaskReader | None,
         room_bytes: int,
     ) -> None:
         self.tag = spec.model.tag
         self.spec = spec
         prefix = key_prefix(experiment, self.tag)
-        rules = training_rules(spec, train)
+        rules = training_rules(spec, train.total)
         rules = replace(rules, max_payload_bytes=min(rules.max_payload_bytes, room_bytes))
         self.training = Ledger(redis, prefix, rules)
-        self.validation = Ledger(redis, prefix + "val:", validation_rules(spec, validation))
+        self.validation = Ledger(
+            redis, prefix + "val:", validation_rules(spec, validation.total if validation else None)
+        )
         self.wakeups = WakeUps(redis, [self.training.wake_channel, self.validation.wake_channel])
         rollout = spec.rollout
         self.sampling = SamplingParameters(rollout.temperature, rollout.top_p, rollout.top_k)
@@ -72,7 +74,7 @@ class Pool:
         self._train = train
         self._validation = validation
 
-    def source(self, is_validation: bool) -> TaskSource:
+    def source(self, is_validation: bool) -> TaskReader:
         """Return the data of one purpose. Raises NotFoundError if the experiment has no validation."""
         if not is_validation:
             return self._train
@@ -98,14 +100,16 @@ class Pool:
         """Grant samples, those of a running validation round before all others. Waits while there are none."""
         seconds = self.lease_seconds(lease_seconds)
 
-        async def attempt() -> tuple[LeasedTasks, bool]:
+        async def attempt() -> tuple[tuple[Grant, bool], bool]:
             grant = await self.training.lease_tasks(request_id, max_samples, seconds)
             if grant.waiting_on != "validation":
-                return self._with_items(grant, is_validation=False), bool(grant.tasks) or grant.exhausted
+                return (grant, False), bool(grant.tasks) or grant.exhausted
             grant = await self.validation.lease_tasks(request_id, max_samples, seconds)
-            return self._with_items(replace(grant, exhausted=False), is_validation=True), bool(grant.tasks)
+            return (replace(grant, exhausted=False), True), bool(grant.tasks)
 
-        return await self.wakeups.until("tasks", attempt, wait_seconds)
+        grant, is_validation = await self.wakeups.until("tasks", attempt, wait_seconds)
+        # Read after the grant: if this fails, the repeated request gets the same grant and reads again.
+        return await self._with_items(grant, is_validation=is_validation)
 
     async def lease_batch(
         self, request_id: str, batch_size: int, lease_seconds: float, wait_seconds: float, worker: str = ""
@@ -132,7 +136,7 @@ class Pool:
 
     async def start_validation(self, version: int) -> int:
         """Begin a round; return its number of samples. Raises FailedPreconditionError while another round runs."""
-        samples = len(self.source(True)) * self.validation.rules.samples_per_task
+        samples = self.source(True).items * self.validation.rules.samples_per_task
         await self.validation.begin_round(version)
         await self.training.hold(version, self.validation_seconds + HOLD_MARGIN_SECONDS)
         return samples
@@ -164,16 +168,15 @@ class Pool:
             # A short lease may be granted during the sleep, so the sleep has a bound.
             await asyncio.sleep(min([MAX_SLEEP_SECONDS, *(d for d in due if d is not None)]))
 
-    def task(self, is_validation: bool, position: int) -> Task:
-        """Return the item at `position` of the sequence of all epochs."""
-        source = self.source(is_validation)
-        return source.task(*source.locate(position))
-
-    def _with_items(self, grant: Grant, *, is_validation: bool) -> LeasedTasks:
+    async def _with_items(self, grant: Grant, *, is_validation: bool) -> LeasedTasks:
         leases = []
         for granted in grant.tasks:
-            task = json.loads(granted.item) if granted.item else self.task(is_validation, granted.position)
-            leases.append(Lease(str(task["id"]), json.dumps(task), granted, is_validation))
+            if granted.item:  # added by a call
+                lease = Lease(str(json.loads(granted.item)["id"]), granted.item.decode(), granted, is_validation)
+            else:
+                task = await self.source(is_validation).task(granted.position)
+                lease = Lease(task.task_id, task.item_json, granted, is_validation)
+            leases.append(lease)
         return LeasedTasks(tuple(leases), grant.deadline, grant.waiting_on, grant.exhausted)
 
 
@@ -186,14 +189,14 @@ def vocabulary_size(model: ModelSpec) -> int | None:
     return size
 
 
-def training_rules(spec: ExperimentSpec, source: TaskSource) -> LedgerRules:
-    """Return what the experiment asks of the training ledger."""
+def training_rules(spec: ExperimentSpec, total: int | None) -> LedgerRules:
+    """Return what the experiment asks of the training ledger; `total` tasks in all epochs, None: no limit."""
     pool = spec.trajectory_pool
     return LedgerRules(
         batch_size=pool.batch_size,
         group_size=pool.group_size if pool.key_list else 1,
         samples_per_task=pool.group_size,
-        positions=UNLIMITED if source.total is None else source.total,
+        positions=UNLIMITED if total is None else total,
         staleness=spec.weight_sync.staleness_threshold,
         is_bounded_by_staleness=is_bounded_by_staleness(spec),
         scoped="task_id" in pool.key_list,
@@ -218,11 +221,11 @@ def is_bounded_by_staleness(spec: ExperimentSpec) -> bool:
     return spec.weight_sync.mode != "fully-async" or pool.readiness != "batch_size" or spans_tasks
 
 
-def validation_rules(spec: ExperimentSpec, source: TaskSource | None) -> LedgerRules:
+def validation_rules(spec: ExperimentSpec, total: int | None) -> LedgerRules:
     """Return the rules of the validation ledger: every task once, no groups, no credit."""
     samples = spec.validation.samples_per_task if spec.validation else 1
     return replace(
-        training_rules(spec, source) if source else LedgerRules(1, 1, 1, 0, 0, False, False, 1, 1),
+        training_rules(spec, total) if total else LedgerRules(1, 1, 1, 0, 0, False, False, 1, 1),
         group_size=1,
         samples_per_task=samples,
         scoped=False,

@@ -2,16 +2,17 @@
 
 import asyncio
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from nexrl.datasets import open_datasets
 from nexrl.errors import UnavailableError
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.sample_states import IN_FLIGHT
 from nexrl.store import START_SECONDS, connect_redis, room_bytes
-from nexrl.v1.data_loader_service_pb2_grpc import add_DataLoaderServiceServicer_to_server
+from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceStub, add_DataLoaderServiceServicer_to_server
 from nexrl.v1.train_batch_pool_service_pb2_grpc import add_TrainBatchPoolServiceServicer_to_server
+from nexrl.v1.trajectory_pb2 import PURPOSE_TRAINING, PURPOSE_VALIDATION
 from nexrl.v1.trajectory_pool_service_pb2_grpc import add_TrajectoryPoolServiceServicer_to_server
 from nexrl.v1.validator_service_pb2_grpc import add_ValidatorServiceServicer_to_server
 from nexrl_trajectory_pool.pool import Pool
@@ -23,6 +24,10 @@ from nexrl_trajectory_pool.service import (
     ValidatorServicer,
     serve_packed,
 )
+from nexrl_trajectory_pool.task_reader import TaskReader
+
+if TYPE_CHECKING:
+    from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
 
 METRICS_SECONDS = 1.0
 
@@ -41,13 +46,15 @@ def main() -> None:
 
 
 async def start(process: ServiceProcess) -> None:
-    """Read the data, open Redis, serve."""
+    """Wait for the data reader, open Redis, serve."""
     experiment = process.experiment
-    datasets = await asyncio.to_thread(open_datasets, experiment.spec, experiment.folder)
+    reader: DataReaderServiceAsyncStub = DataReaderServiceStub(process.connect(process.settings.data_reader))
+    train = await TaskReader.open(reader, PURPOSE_TRAINING)
+    validation = await TaskReader.open(reader, PURPOSE_VALIDATION) if experiment.spec.validation else None
     redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
     room = await room_bytes(redis)
-    pool = Pool(redis, experiment.ledger, experiment.spec, datasets.train, datasets.validation, room)
+    pool = Pool(redis, experiment.ledger, experiment.spec, train, validation, room)
     pools = Pools({pool.tag: pool})
     process.add(add_DataLoaderServiceServicer_to_server, DataLoaderServicer(pools), "nexrl.v1.DataLoaderService")
     trajectory_pool, validator = TrajectoryPoolServicer(pools), ValidatorServicer(pools)

@@ -26,7 +26,6 @@ from nexrl_trajectory_pool.messages import (
     pool_state,
     sample_record_message,
     task_lease_message,
-    task_message,
 )
 from nexrl_trajectory_pool.pool import Pool
 from nexrl_trajectory_pool.results import produced_samples
@@ -112,9 +111,9 @@ class DataLoaderServicer(DataLoaderServiceServicer):
 
     async def GetTask(self, request: loader_pb.GetTaskRequest, context: Context) -> loader_pb.GetTaskResponse:
         source = self._pools[request.model_tag].source(_is_validation(request.purpose))
-        if not 0 <= request.index < len(source):
-            raise NotFoundError(f"index: {request.index}; 0 to {len(source) - 1}")
-        return loader_pb.GetTaskResponse(task=task_message(source.tasks[request.index]))
+        if not 0 <= request.index < source.items:
+            raise NotFoundError(f"index: {request.index}; 0 to {source.items - 1}")
+        return loader_pb.GetTaskResponse(task=await source.task_in_source_order(request.index))
 
     async def ResetDataLoader(
         self, request: loader_pb.ResetDataLoaderRequest, context: Context
@@ -131,7 +130,7 @@ class DataLoaderServicer(DataLoaderServiceServicer):
         state = await ledger.state()
         remaining = -1 if source.total is None else source.total - state["cursor"] + state.added_tasks
         return loader_pb.GetDataLoaderStateResponse(
-            items=len(source),
+            items=source.items,
             cursor=state["cursor"],
             remaining=remaining,
             finished=state.exhausted,

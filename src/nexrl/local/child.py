@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nexrl import parent_death
 from nexrl.json_logging import last_words
+from nexrl.settings import REDIS_PASSWORD
 
 TAIL_BYTES = 65_536
 """More than a JSON line with a traceback."""
@@ -19,7 +20,10 @@ TAIL_LINES = 5
 
 @dataclass(frozen=True)
 class Command:
-    """A command to start: `name` such as 'rollout-0', the command line, and variables added to the environment."""
+    """A command to start: `name` such as 'rollout-0', the command line, and variables added to the environment.
+
+    The child inherits the launcher's variables, except for the password of Redis: user code runs in most of them.
+    """
 
     name: str
     arguments: Sequence[str]
@@ -82,6 +86,10 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.command.environment},
+                env={**_inherited(), **self.command.environment},
                 start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the children in order
             )
+
+
+def _inherited() -> Mapping[str, str]:
+    return {name: value for name, value in os.environ.items() if name != REDIS_PASSWORD}

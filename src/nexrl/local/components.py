@@ -14,6 +14,7 @@ from nexrl.local.child import Command
 from nexrl.local.redis_server import redis_command
 from nexrl.local.run_folder import RunFolder
 from nexrl.run_layout import REDIS_FOLDER
+from nexrl.settings import REDIS_PASSWORD, redis_password
 from nexrl.spec import Experiment
 
 LOOPBACK = "127.0.0.1"
@@ -25,6 +26,7 @@ class Addresses:
 
     redis_url: str
     controller: str
+    data_reader: str
     trajectory_pools: tuple[str, ...]
     weight_sync: str
 
@@ -45,13 +47,14 @@ class Addresses:
 def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addresses, Path | None]:
     """Choose free ports for components that others call, and a socket for a private Redis unless a URL is given."""
     pools = experiment.spec.trajectory_pool.replicas
-    ports = free_ports(pools + 2)
+    ports = free_ports(pools + 3)
     given = experiment.spec.redis.url
     socket_path = None if given else Path(tempfile.mkdtemp(prefix="nexrl-")) / "redis.sock"
     return Addresses(
         redis_url=given or f"unix://{socket_path}",
         controller=f"{LOOPBACK}:{controller_port or ports[0]}",
-        trajectory_pools=tuple(f"{LOOPBACK}:{port}" for port in ports[2:]),
+        data_reader=f"{LOOPBACK}:{ports[2]}",
+        trajectory_pools=tuple(f"{LOOPBACK}:{port}" for port in ports[3:]),
         weight_sync=f"{LOOPBACK}:{ports[1]}",
     ), socket_path
 
@@ -93,6 +96,7 @@ def _commands(
         experiment_file=folder.experiment_file,
         run_folder=folder.path,
         controller=addresses.controller,
+        data_reader=addresses.data_reader,
         trajectory_pool=addresses.trajectory_pool,
         weight_sync=addresses.weight_sync,
         redis_url=addresses.redis_url,
@@ -100,6 +104,7 @@ def _commands(
     )
     fixed = {
         "controller": [addresses.controller],
+        "data-reader": [addresses.data_reader],
         "trajectory-pool": list(addresses.trajectory_pools),
         "weight-sync": [addresses.weight_sync],
     }
@@ -115,5 +120,7 @@ def service_command(
     role: str, instance: str, experiment: Experiment, wiring: Wiring, variables: Mapping[str, str]
 ) -> Command:
     """Return the command of one service; `variables` are those that only this process has."""
+    if BY_NAME[role].uses_redis:
+        variables = {**variables, REDIS_PASSWORD: redis_password()}
     environment = {**wiring.environment(BY_NAME[role], experiment.spec), "NEXRL_INSTANCE": instance, **variables}
     return Command(instance, [sys.executable, "-m", "nexrl.cli", "serve", role], environment)

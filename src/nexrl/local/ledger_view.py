@@ -46,11 +46,13 @@ async def pool_of(run: Path) -> AsyncIterator[grpc.aio.Channel]:
         if shared and is_put_aside(run):
             raise NotFoundError(f"{run}: the ledger in {shared} belongs to a later run of this name")
         url = shared if shared else await stack.enter_async_context(_copied_redis(run, folder))
-        address = f"{LOOPBACK}:{free_ports(1)[0]}"
-        wiring = Wiring(run / EXPERIMENT_FILE, run, redis_url=url)
-        variables = {"NEXRL_LISTEN": address, "NEXRL_READ_ONLY": "true"}
-        command = service_command("trajectory-pool", "trajectory-pool", experiment, wiring, variables)
-        yield await stack.enter_async_context(serving(command, folder, address))
+        reader, pool = (f"{LOOPBACK}:{port}" for port in free_ports(2))
+        wiring = Wiring(run / EXPERIMENT_FILE, run, data_reader=reader, redis_url=url)
+        for role, address in (("data-reader", reader), ("trajectory-pool", pool)):
+            variables = {"NEXRL_LISTEN": address, "NEXRL_READ_ONLY": "true"}
+            command = service_command(role, role, experiment, wiring, variables)
+            channel = await stack.enter_async_context(serving(command, folder, address))
+        yield channel
 
 
 @asynccontextmanager

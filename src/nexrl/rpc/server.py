@@ -158,19 +158,35 @@ class ServiceProcess:
         await self._health.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
         try:
             await self._health_server.start()
-            await start(self)
-            await self.set_ready(self._is_ready)  # `start` may have added services
-            if self.settings.reflection:
-                reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
-            await self.server.start()
-            self.spawn(self.activity.send_heartbeats())
-            gc.freeze()  # the modules stay: a collection would look at each of their objects again
-            log.info("listening", extra={"address": self.address, "metrics_port": self.metrics_port})
-            await self.stopping.wait()
+            if await self._is_started(start):
+                await self._serve()
+                await self.stopping.wait()
         finally:
             await self._close()
         if self._failure is not None:
             raise self._failure
+
+    async def _is_started(self, start: Callable[["ServiceProcess"], Awaitable[None]]) -> bool:
+        """Wait for `start`, which may itself wait for peers or user code. Return False if the process must stop."""
+        starting = asyncio.ensure_future(start(self))
+        stopping = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if starting.done():
+            await starting
+            return True
+        starting.cancel()
+        await asyncio.wait((starting,), timeout=self.settings.drain_seconds)
+        return False
+
+    async def _serve(self) -> None:
+        await self.set_ready(self._is_ready)  # `start` may have added services
+        if self.settings.reflection:
+            reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
+        await self.server.start()
+        self.spawn(self.activity.send_heartbeats())
+        gc.freeze()  # the modules stay: a collection would look at each of their objects again
+        log.info("listening", extra={"address": self.address, "metrics_port": self.metrics_port})
 
     async def _close(self) -> None:
         await self._health.enter_graceful_shutdown()

@@ -65,8 +65,8 @@ class FailureRule(Section):
     )
     action: Literal["Fail", "Ignore", "Count"] = Field(description="What follows.")
     components: tuple[
-        Literal["controller", "trajectory-pool", "weight-sync", "trainer", "inference", "rollout"], ...
-    ] = Field(default=(), max_length=6, description="Components whose processes it applies to; none = all.")
+        Literal["controller", "data-reader", "trajectory-pool", "weight-sync", "trainer", "inference", "rollout"], ...
+    ] = Field(default=(), max_length=7, description="Components whose processes it applies to; none = all.")
 
 
 class FailurePolicySpec(Section):

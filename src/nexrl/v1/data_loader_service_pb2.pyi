@@ -401,3 +401,61 @@ class GetDataLoaderStateResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["can_lease", b"can_lease", "cursor", b"cursor", "finished", b"finished", "items", b"items", "remaining", b"remaining"]) -> None: ...
 
 Global___GetDataLoaderStateResponse: typing_extensions.TypeAlias = GetDataLoaderStateResponse
+
+@typing.final
+class ReadTasksRequest(google.protobuf.message.Message):
+    """Request of ReadTasks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PURPOSE_FIELD_NUMBER: builtins.int
+    CURSOR_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    IN_SOURCE_ORDER_FIELD_NUMBER: builtins.int
+    purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType
+    """Training or validation data."""
+    cursor: builtins.int
+    """Position of the first task, from 0, in the sequence of all epochs."""
+    count: builtins.int
+    """Most tasks to return, up to 4096; 0 returns only the sizes."""
+    in_source_order: builtins.bool
+    """True: `cursor` is an index in the order of the source, in which every epoch is the same."""
+    def __init__(
+        self,
+        *,
+        purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType = ...,
+        cursor: builtins.int = ...,
+        count: builtins.int = ...,
+        in_source_order: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "cursor", b"cursor", "in_source_order", b"in_source_order", "purpose", b"purpose"]) -> None: ...
+
+Global___ReadTasksRequest: typing_extensions.TypeAlias = ReadTasksRequest
+
+@typing.final
+class ReadTasksResponse(google.protobuf.message.Message):
+    """Response of ReadTasks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    TOTAL_FIELD_NUMBER: builtins.int
+    items: builtins.int
+    """Items in one epoch."""
+    total: builtins.int
+    """Items in all epochs; -1 when their number is unlimited."""
+    @property
+    def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.trajectory_pb2.Task]:
+        """The tasks from `cursor` on; fewer than `count` at the end of the data, and after 4 MiB."""
+
+    def __init__(
+        self,
+        *,
+        tasks: collections.abc.Iterable[nexrl.v1.trajectory_pb2.Task] | None = ...,
+        items: builtins.int = ...,
+        total: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items", "tasks", b"tasks", "total", b"total"]) -> None: ...
+
+Global___ReadTasksResponse: typing_extensions.TypeAlias = ReadTasksResponse

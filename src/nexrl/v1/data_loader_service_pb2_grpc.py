@@ -372,3 +372,82 @@ class DataLoaderService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class DataReaderServiceStub(object):
+    """Reads the data set in a process of its own, because user code may produce it: that process has no access to Redis.
+    Only the trajectory pool calls it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadTasks = channel.unary_unary(
+                '/nexrl.v1.DataReaderService/ReadTasks',
+                request_serializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksRequest.SerializeToString,
+                response_deserializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksResponse.FromString,
+                _registered_method=True)
+
+
+class DataReaderServiceServicer(object):
+    """Reads the data set in a process of its own, because user code may produce it: that process has no access to Redis.
+    Only the trajectory pool calls it.
+    """
+
+    def ReadTasks(self, request, context):
+        """Reads tasks by their position. Any number of callers may read the same ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DataReaderServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ReadTasks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadTasks,
+                    request_deserializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksRequest.FromString,
+                    response_serializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'nexrl.v1.DataReaderService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('nexrl.v1.DataReaderService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class DataReaderService(object):
+    """Reads the data set in a process of its own, because user code may produce it: that process has no access to Redis.
+    Only the trajectory pool calls it.
+    """
+
+    @staticmethod
+    def ReadTasks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nexrl.v1.DataReaderService/ReadTasks',
+            nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksRequest.SerializeToString,
+            nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -324,3 +324,65 @@ class DataLoaderServiceServicer(metaclass=abc.ABCMeta):
         """Returns the position in the data, and whether any is left."""
 
 def add_DataLoaderServiceServicer_to_server(servicer: DataLoaderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+
+_DataReaderServiceReadTasksType = typing_extensions.TypeVar(
+    '_DataReaderServiceReadTasksType',
+    grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
+        nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
+        nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
+        nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
+    ],
+)
+
+class DataReaderServiceStub(typing.Generic[_DataReaderServiceReadTasksType]):
+    """Reads the data set in a process of its own, because user code may produce it: that process has no access to Redis.
+    Only the trajectory pool calls it.
+    """
+
+    @typing.overload
+    def __init__(self: DataReaderServiceStub[
+        grpc.UnaryUnaryMultiCallable[
+            nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
+            nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
+        ],
+    ], channel: grpc.Channel) -> None: ...
+
+    @typing.overload
+    def __init__(self: DataReaderServiceStub[
+        grpc.aio.UnaryUnaryMultiCallable[
+            nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
+            nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
+        ],
+    ], channel: grpc.aio.Channel) -> None: ...
+
+    ReadTasks: _DataReaderServiceReadTasksType
+    """Reads tasks by their position. Any number of callers may read the same ones."""
+
+DataReaderServiceAsyncStub: typing_extensions.TypeAlias = DataReaderServiceStub[
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
+        nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
+    ],
+]
+
+class DataReaderServiceServicer(metaclass=abc.ABCMeta):
+    """Reads the data set in a process of its own, because user code may produce it: that process has no access to Redis.
+    Only the trajectory pool calls it.
+    """
+
+    @abc.abstractmethod
+    def ReadTasks(
+        self,
+        request: nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[nexrl.v1.data_loader_service_pb2.ReadTasksResponse, collections.abc.Awaitable[nexrl.v1.data_loader_service_pb2.ReadTasksResponse]]:
+        """Reads tasks by their position. Any number of callers may read the same ones."""
+
+def add_DataReaderServiceServicer_to_server(servicer: DataReaderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

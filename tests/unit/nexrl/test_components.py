@@ -9,7 +9,9 @@ from nexrl.components import BY_NAME, COMPONENTS, Wiring, component_of, stop_wav
 from nexrl.spec import Experiment
 from nexrl.spec.monitor import FailureRule
 
-WIRING = Wiring(Path("/x/experiment.yaml"), Path("/x"), "controller:1", "pool:2", "sync:3", "redis://r:4", True)
+WIRING = Wiring(
+    Path("/x/experiment.yaml"), Path("/x"), "controller:1", "reader:5", "pool:2", "sync:3", "redis://r:4", True
+)
 
 
 @pytest.fixture
@@ -23,6 +25,7 @@ def test_a_process_names_its_component() -> None:
     named = {
         **{"trainer": "trainer", "rollout-12": "rollout", "x-trajectory-pool-5d9c7-x2k4f": "trajectory-pool"},
         **{"my-trainer-trajectory-pool-5d9c7-x2k4f": "trajectory-pool", "redis": "", "trainers": ""},
+        **{"data-reader": "data-reader", "x-trajectory-pool-5d9c7-x2k4f-data-reader": "data-reader"},
     }
     assert {instance: component_of(instance) for instance in named} == named
 
@@ -36,7 +39,7 @@ def test_a_component_stops_before_those_it_needs_to_end_well() -> None:
     assert stop_waves() == [
         ["trainer", "rollout"],
         ["weight-sync", "inference"],
-        ["trajectory-pool"],
+        ["data-reader", "trajectory-pool"],
         ["controller"],
     ]
 
@@ -44,6 +47,11 @@ def test_a_component_stops_before_those_it_needs_to_end_well() -> None:
 def test_only_the_control_services_are_told_of_redis(experiment: Experiment) -> None:
     told = {c.name for c in COMPONENTS if "NEXRL_REDIS_URL" in WIRING.environment(c, experiment.spec)}
     assert told == {"controller", "trajectory-pool", "weight-sync"}
+
+
+def test_only_the_pool_is_told_of_the_data_reader(experiment: Experiment) -> None:
+    told = {c.name for c in COMPONENTS if "NEXRL_DATA_READER" in WIRING.environment(c, experiment.spec)}
+    assert told == {"trajectory-pool"}
 
 
 def test_each_component_has_the_threads_of_its_section_or_one(experiment: Experiment) -> None:

@@ -12,7 +12,9 @@ from nexrl.local.run_folder import RunFolder
 from nexrl.settings import load_settings
 from nexrl.spec import Experiment
 
-ADDRESSES = Addresses("redis://127.0.0.1:1", "127.0.0.1:2", ("127.0.0.1:3", "127.0.0.1:4"), "127.0.0.1:5")
+ADDRESSES = Addresses(
+    "redis://127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:6", ("127.0.0.1:3", "127.0.0.1:4"), "127.0.0.1:5"
+)
 
 
 def started(folder: Path, **sections: object) -> dict[str, Command]:
@@ -28,7 +30,7 @@ def started(folder: Path, **sections: object) -> dict[str, Command]:
 def test_each_role_has_as_many_processes_as_replicas_and_each_its_threads(tmp_path: Path) -> None:
     made = started(tmp_path, inference={"replicas": 2, "threads": 3}, rollout={"replicas": 3}, trainer={"steps": 1})
     assert list(made) == [
-        *("controller", "trajectory-pool-0", "trajectory-pool-1", "weight-sync", "trainer"),
+        *("controller", "data-reader", "trajectory-pool-0", "trajectory-pool-1", "weight-sync", "trainer"),
         *("inference-0", "inference-1", "rollout-0", "rollout-1", "rollout-2"),
     ]
     assert made["inference-1"].environment["OMP_NUM_THREADS"] == "3"

@@ -123,6 +123,37 @@ def test_who_runs_code_of_the_user_knows_no_redis() -> None:
     assert {name for name in told if not redis & told[name]} == {"rollout", "trainer", "inference"}
 
 
+def test_the_data_reader_shares_neither_credentials_nor_processes_nor_files_with_the_pool_beside_it() -> None:
+    settings = {"redis_secret": "redis/password", "tls": "operator", "token_reviews": True}
+    pod = renderer(settings=settings).workloads(1)["trajectory-pool"]["spec"]["template"]["spec"]
+    pool, reader = pod["containers"]
+    assert (pool["name"], reader["name"], reader["args"]) == ("nexrl", "data-reader", ["data-reader"])
+    assert not pod["shareProcessNamespace"]
+    told = {each["name"]: each.get("value") for each in reader["env"]}
+    assert told["NEXRL_LISTEN"] == next(each["value"] for each in pool["env"] if each["name"] == "NEXRL_DATA_READER")
+    assert told["NEXRL_LISTEN"].startswith("127.0.0.1:")
+    assert not [name for name in told if name.startswith(("NEXRL_REDIS", "NEXRL_TOKEN"))]
+    assert not {"ports", "livenessProbe", "readinessProbe", "startupProbe"} & set(reader)
+    mounts = [{mount["name"]: mount for mount in each["volumeMounts"]} for each in (pool, reader)]
+    assert all(mounts[1][name].get("readOnly") for name in set(mounts[0]) & set(mounts[1]))
+    token = "/var/run/secrets/kubernetes.io/serviceaccount"
+    assert token in {mount["mountPath"] for mount in reader["volumeMounts"]}  # so Kubernetes mounts no token there
+    assert reader["securityContext"] == pool["securityContext"]
+    assert reader["resources"]["limits"] == {"memory": "8Gi"}
+
+
+def test_a_template_of_the_pool_gives_the_data_reader_what_its_data_needs() -> None:
+    added = [
+        {"name": "data-reader", "image": "mine:1", "volumeMounts": [{"name": "data", "mountPath": "/data"}]},
+    ]
+    template = {"spec": {"containers": added, "volumes": [{"name": "data", "emptyDir": {}}]}}
+    made = renderer(trajectoryPool={"batchSize": 4, "groupSize": 2, "replicas": 2, "template": template}).workloads(1)
+    _, reader = made["trajectory-pool"]["spec"]["template"]["spec"]["containers"]
+    assert (reader["image"], reader["args"]) == ("mine:1", ["data-reader"])
+    assert {"/data", "/tmp"} < {mount["mountPath"] for mount in reader["volumeMounts"]}
+    assert {each["name"]: each.get("value") for each in reader["env"]}["NEXRL_INSTANCE"] == "$(NEXRL_POD)-data-reader"
+
+
 def test_an_event_loop_that_hangs_is_noticed_where_nothing_is_computed() -> None:
     probes = {name: container(item)["livenessProbe"] for name, item in renderer().workloads(1).items()}
     asked = {name for name, probe in probes.items() if probe.get("grpc", {}).get("service") == "alive"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nexrl_operator.observed import instances_of
 from nexrl_operator.plan import Stage, make_plan
 from nexrl_operator.status import Verdict, new_status
 from tests.support.observed import RUNNING, observed, pod, renderer
@@ -50,6 +51,21 @@ def test_pods_of_other_components_that_are_evicted_or_replaced_are_no_exits() ->
     deleted = pod(made, "rollout", containerStatuses=[{"name": "nexrl", "lastState": {"terminated": ended}}])
     deleted["metadata"]["deletionTimestamp"] = "2026-11-22T00:00:00Z"
     assert make_plan(replace(observed(made), pods=[evicted, deleted]), made).exits == []
+
+
+def test_the_end_of_a_data_reader_is_an_exit_of_its_own_and_its_pool_lives() -> None:
+    made = renderer()
+    ended = {"exitCode": 2, "finishedAt": "2026-11-22T00:00:00Z", "message": "spec.data.factory: raised"}
+    reader = {"name": "data-reader", "lastState": {"terminated": ended}}
+    status = [{"name": "nexrl", "state": {"running": {}}}, reader]
+    one, of_two = pod(made, "trajectory-pool", containerStatuses=status), pod(made, "trajectory-pool")
+    one["spec"] = made.workloads(1)["trajectory-pool"]["spec"]["template"]["spec"]
+    assert instances_of(one) == ["trajectory-pool", "data-reader"]
+    [told] = make_plan(replace(observed(made), pods=[one]), made).exits
+    assert (told.component, told.exit_code, told.log_tail) == ("data-reader", 2, "spec.data.factory: raised")
+    two = renderer(trajectoryPool={"replicas": 2})
+    of_two["spec"] = two.workloads(1)["trajectory-pool"]["spec"]["template"]["spec"]
+    assert instances_of(of_two) == ["x-trajectory-pool-0", "x-trajectory-pool-0-data-reader"]
 
 
 @pytest.mark.parametrize(

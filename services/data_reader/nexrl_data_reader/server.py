@@ -1,0 +1,21 @@
+"""Starts the data reader: reads the data set, which may run user code, and serves its tasks to the trajectory pool."""
+
+import asyncio
+
+from nexrl.datasets import open_datasets
+from nexrl.rpc.server import ServiceProcess, run_service
+from nexrl.v1.data_loader_service_pb2_grpc import add_DataReaderServiceServicer_to_server
+from nexrl_data_reader.service import DataReaderServicer
+
+
+def main() -> None:
+    """Entry point of `nexrl serve data-reader`."""
+    run_service("data-reader", start)
+
+
+async def start(process: ServiceProcess) -> None:
+    """Read the data, serve."""
+    experiment = process.experiment
+    datasets = await asyncio.to_thread(open_datasets, experiment.spec, experiment.folder)
+    process.add(add_DataReaderServiceServicer_to_server, DataReaderServicer(datasets), "nexrl.v1.DataReaderService")
+    await process.set_ready()

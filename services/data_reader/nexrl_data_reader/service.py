@@ -1,0 +1,50 @@
+"""nexrl.v1.DataReaderService: finds tasks by their position and turns them into messages."""
+
+import json
+from typing import Any
+
+import grpc
+
+from nexrl.datasets import Datasets, Task, TaskSource
+from nexrl.errors import InvalidArgumentError, NotFoundError
+from nexrl.v1 import data_loader_service_pb2 as pb
+from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceServicer
+from nexrl.v1.trajectory_pb2 import PURPOSE_VALIDATION
+from nexrl.v1.trajectory_pb2 import Task as TaskMessage
+
+MAX_COUNT = 4096
+MAX_ANSWER_BYTES = 4 * 2**20
+"""An answer has at least one task, whatever its size."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DataReaderServicer(DataReaderServiceServicer):
+    """nexrl.v1.DataReaderService."""
+
+    def __init__(self, datasets: Datasets) -> None:
+        self._datasets = datasets
+
+    async def ReadTasks(self, request: pb.ReadTasksRequest, context: Context) -> pb.ReadTasksResponse:
+        source = self._datasets.validation if request.purpose == PURPOSE_VALIDATION else self._datasets.train
+        if source is None:
+            raise NotFoundError("purpose: VALIDATION: the experiment has no section validation")
+        if not 0 <= request.count <= MAX_COUNT:
+            raise InvalidArgumentError(f"count: {request.count}; 0 to {MAX_COUNT}")
+        end = len(source) if request.in_source_order else source.total
+        if request.count and not (request.cursor >= 0 and (end is None or request.cursor < end)):
+            raise NotFoundError(f"cursor: {request.cursor}; 0 to {'any' if end is None else end - 1}")
+        response = pb.ReadTasksResponse(items=len(source), total=-1 if source.total is None else source.total)
+        last = request.cursor + request.count
+        size_bytes = 0
+        for position in range(request.cursor, last if end is None else min(last, end)):
+            item = json.dumps(task := _task(source, position, in_source_order=request.in_source_order))
+            size_bytes += len(item)
+            if response.tasks and size_bytes > MAX_ANSWER_BYTES:
+                break
+            response.tasks.append(TaskMessage(task_id=task["id"], item_json=item))
+        return response
+
+
+def _task(source: TaskSource, position: int, *, in_source_order: bool) -> Task:
+    return source.tasks[position] if in_source_order else source.task(*source.locate(position))

@@ -1,0 +1,120 @@
+"""The data reader: serves tasks by position, and may die while the pool uses it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nexrl.datasets import open_datasets
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from nexrl.local.components import LOOPBACK, free_ports
+from nexrl.rpc.client import call, connect
+from nexrl.spec import Experiment, with_folder
+from nexrl.v1 import data_loader_service_pb2 as pb
+from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceStub
+from nexrl.v1.trajectory_pb2 import PURPOSE_TRAINING, PURPOSE_VALIDATION
+from nexrl_data_reader import server as data_reader
+from nexrl_trajectory_pool import server as trajectory_pool
+from tests.support.eventually import eventually
+from tests.support.pool import CALL_SECONDS, PoolClient, samples_of, scored
+from tests.support.services import running_service, small_experiment
+
+if TYPE_CHECKING:
+    from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
+
+TWO_EPOCHS = {"type": "mock", "size": 8, "epochs": 2}
+LARGE = "def tasks(split):\n    return [{'prompt': 'x' * 1_500_000, 'answer': '1'}] * 4\n"
+
+
+@asynccontextmanager
+async def reading(folder: Path, experiment: Experiment) -> AsyncIterator["DataReaderServiceAsyncStub"]:
+    async with running_service(folder, data_reader.start, experiment) as process, connect(process.address) as channel:
+        yield DataReaderServiceStub(channel)
+
+
+async def read(stub: "DataReaderServiceAsyncStub", **fields: int) -> pb.ReadTasksResponse:
+    return await call(stub.ReadTasks, pb.ReadTasksRequest(**fields), timeout_seconds=CALL_SECONDS)  # type: ignore[arg-type]
+
+
+@pytest.mark.guide("E1", "E3")
+async def test_tasks_are_read_in_the_order_of_their_epoch_up_to_the_end_of_the_data(tmp_path: Path) -> None:
+    experiment = small_experiment(data=TWO_EPOCHS)
+    source = open_datasets(experiment.spec, tmp_path).train
+    async with reading(tmp_path, experiment) as stub:
+        answer = await read(stub, cursor=5, count=100)
+        assert [task.task_id for task in answer.tasks] == [source.task(*source.locate(p))["id"] for p in range(5, 16)]
+        assert (answer.items, answer.total) == (8, 16)
+        in_order = await read(stub, cursor=5, count=100, in_source_order=True)
+        assert [task.task_id for task in in_order.tasks] == ["train-5", "train-6", "train-7"]
+        for wrong in ({"cursor": -1, "count": 1}, {"cursor": 16, "count": 1}):
+            with pytest.raises(NotFoundError, match=r"cursor: .*; 0 to 15"):
+                await read(stub, **wrong)
+        with pytest.raises(NotFoundError, match="no section validation"):
+            await read(stub, purpose=PURPOSE_VALIDATION)
+        with pytest.raises(InvalidArgumentError, match="count: 4097; 0 to 4096"):
+            await read(stub, count=4097)
+
+
+async def test_an_answer_of_large_tasks_ends_early_and_has_one_at_least(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(LARGE)
+    experiment = small_experiment(data={"type": "python", "factory": "large:tasks"})
+    async with reading(tmp_path, with_folder(experiment, tmp_path)) as stub:
+        assert len((await read(stub, purpose=PURPOSE_TRAINING, count=4)).tasks) == 2
+
+
+async def test_a_data_reader_that_dies_costs_no_task_and_grants_none_twice(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    experiment = small_experiment(experiment_name, data={"type": "mock", "size": 8, "shuffle": False, "epochs": 1})
+    async with pool_of(tmp_path, redis_url, experiment) as (pool, reader):
+        leasing = asyncio.create_task(pool.lease(2))
+        await granted(pool)
+        async with reader(experiment):
+            first = await leasing
+        others = await pool.lease(100)  # read ahead: needs no reader
+        taken = [*first.leases, *others.leases]
+        assert [lease.task.task_id for lease in taken] == [f"train-{index}" for index in range(len(taken))]
+        assert len({*samples_of(first), *samples_of(others)}) == 2 * len(taken) == (await pool.state()).granted
+        for lease in taken:
+            assert await pool.put([scored(sample) for sample in lease.samples]) == ["ACCEPTED"] * 2
+        assert not (await pool.audit()).findings
+
+
+async def test_a_data_set_that_changes_while_the_pool_runs_is_refused(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    experiment = small_experiment(experiment_name)
+    changed = small_experiment(experiment_name, data={"type": "mock", "size": 3})
+    async with pool_of(tmp_path, redis_url, experiment) as (pool, reader), reader(changed):
+        with pytest.raises(FailedPreconditionError, match=r"3 tasks and had 8; data must be the same"):
+            await pool.lease(2)
+
+
+async def granted(pool: PoolClient) -> None:
+    async def has_granted() -> bool:
+        return (await pool.state()).granted > 0
+
+    await eventually(has_granted)
+
+
+@asynccontextmanager
+async def pool_of(
+    folder: Path, redis_url: str, experiment: Experiment
+) -> AsyncIterator[tuple[PoolClient, Callable[[Experiment], AbstractAsyncContextManager[object]]]]:
+    """Run a pool whose data reader has ended since it was opened. Also yield what runs a reader at its address."""
+    address = f"{LOOPBACK}:{free_ports(1)[0]}"
+
+    def reader(given: Experiment) -> AbstractAsyncContextManager[object]:
+        return running_service(folder, data_reader.start, given, listen=address)
+
+    async with AsyncExitStack() as stack:
+        async with reader(experiment):
+            process = await stack.enter_async_context(
+                running_service(folder, trajectory_pool.start, experiment, redis_url=redis_url, data_reader=address)
+            )
+            client = PoolClient(process.address, await stack.enter_async_context(connect(process.address)))
+            await client.state()
+        yield client, reader
