@@ -100,15 +100,20 @@ def submit(
 
 @app.command()
 def logs(
-    name: ExperimentName,
+    run: RunOrName,
     component: Annotated[str, typer.Argument(help="The component: trainer, rollout, controller, ...")] = "trainer",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     namespace: Namespace = "",
 ) -> None:
-    """Print the logs of one component of an experiment on the cluster."""
-    from nexrl.k8s import commands
+    """Print the logs of one component of a run, or of an experiment on the cluster, also after its end."""
+    if _is_run(run):
+        from nexrl.local.logs import print_run_logs
 
-    asyncio.run(commands.print_logs(commands.Target(name, namespace), component, follows=follow))
+        asyncio.run(print_run_logs(Path(run), component, follows=follow))
+    else:
+        from nexrl.k8s import commands
+
+        asyncio.run(commands.print_logs(commands.Target(run, namespace), component, follows=follow))
 
 
 @app.command()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nexrl.components import BY_NAME, Component, Wiring
+from nexrl.run_layout import LOGS_FOLDER
 from nexrl.settings import ALIVE
 from nexrl.spec import Experiment
 from nexrl.tls import experiment_name
@@ -132,10 +133,7 @@ class PodTemplates:
             },
             # When the container fails, its message is the end of its log: ReportExit carries it.
             "terminationMessagePolicy": "FallbackToLogsOnError",
-            "volumeMounts": [
-                {"name": name, "mountPath": str(path), **({"readOnly": True} if _is_read_only(source) else {})}
-                for name, (path, source) in volumes.items()
-            ],
+            "volumeMounts": [_mount(name, path, source) for name, (path, source) in volumes.items()],
             **_probes(component),
         }
 
@@ -152,6 +150,8 @@ class PodTemplates:
         }
         if self._checks_tokens(component.name):
             values["NEXRL_TOKEN_PORT"] = str(TOKEN_PORT)
+        if self._mounts_run(component.name) or self._is_shared:
+            values["NEXRL_KEEPS_LOG"] = "true"
         if self.settings.tls != "off":
             values |= {
                 "NEXRL_TLS_CERT": str(TLS_FOLDER / "tls.crt"),
@@ -184,12 +184,13 @@ class PodTemplates:
         yield "experiment", (EXPERIMENT_FOLDER, {"configMap": {"name": f"{name}-experiment"}})
         yield "tmp", (Path("/tmp"), {"emptyDir": {}})
         yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory", "sizeLimit": SOCKETS_SIZE}})
-        # Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
-        is_shared = self.experiment.spec.storage.access_mode == "ReadWriteMany"
-        if shape.has_run_folder and (is_shared or component == "trainer"):
-            yield "run", (RUN_FOLDER, {"persistentVolumeClaim": {"claimName": f"{name}-run"}})
+        claim = {"persistentVolumeClaim": {"claimName": f"{name}-run"}}
+        if self._mounts_run(component):
+            yield "run", (RUN_FOLDER, claim)
         else:
             yield "run", (RUN_FOLDER, {"emptyDir": {}})
+            if self._is_shared:  # user code of rollouts must not reach the checkpoints
+                yield LOGS_FOLDER, (RUN_FOLDER / LOGS_FOLDER, claim)
         if shape.has_shared_memory:
             yield (
                 "shared-memory",
@@ -198,6 +199,18 @@ class PodTemplates:
         if self.settings.tls != "off":
             secret = self.settings.tls_secret if self.settings.tls == "secret" else f"{name}-tls"
             yield "tls", (TLS_FOLDER, {"secret": {"secretName": secret}})
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether pods on several nodes can mount the volume."""
+        return self.experiment.spec.storage.access_mode == "ReadWriteMany"
+
+    def _mounts_run(self, component: str) -> bool:
+        """Return whether a component mounts the whole volume.
+
+        Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
+        """
+        return SHAPES[component].has_run_folder and (self._is_shared or component == "trainer")
 
     def _checks_tokens(self, component: str) -> bool:
         """Return whether a component serves the token port, because rollout workers of users call it."""
@@ -252,5 +265,10 @@ def _probes(component: Component) -> Object:
     }
 
 
-def _is_read_only(source: Object) -> bool:
-    return "configMap" in source or "secret" in source
+def _mount(name: str, path: Path, source: Object) -> Object:
+    mount: Object = {"name": name, "mountPath": str(path)}
+    if "configMap" in source or "secret" in source:
+        mount["readOnly"] = True
+    if name == LOGS_FOLDER:
+        mount["subPath"] = LOGS_FOLDER
+    return mount

@@ -20,6 +20,7 @@ from nexrl import __version__
 from nexrl.activity import ActivityTracker
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
 from nexrl.json_logging import configure_logging
+from nexrl.log_files import log_path
 from nexrl.malloc import keep_freed_memory
 from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import connect
@@ -290,7 +291,8 @@ def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -
     try:
         settings = load_settings()
         experiment = load_resolved(settings.experiment_file)
-        configure_logging(experiment.metadata.name, settings.instance, settings.log_level)
+        kept_in = log_path(settings.run_dir, settings.instance) if settings.keeps_log else None
+        configure_logging(experiment.metadata.name, settings.instance, settings.log_level, kept_in)
         asyncio.run(_run(role, settings, experiment, start))
     except NexrlError as error:
         log.critical("%s", error)
