@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nexrl.components import BY_NAME, Component, Wiring
+from nexrl.k8s.security import CONTAINER_SECURITY, POD_SECURITY
 from nexrl.run_layout import LOGS_FOLDER
 from nexrl.settings import ALIVE
 from nexrl.spec import Experiment
@@ -25,7 +26,6 @@ from nexrl_operator.observed import MAIN_CONTAINER
 from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.templates import lay_over
 
-USER = 10001
 STARTUP_SECONDS = 2700
 """Longest time for a container to start: vLLM may have to load and compile a large model."""
 
@@ -92,14 +92,7 @@ class PodTemplates:
             # With a shared namespace, the pause process is process 1.
             "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": SHAPES[component.name].grace_seconds,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": POD_SECURITY,
             "containers": [self._container(component, instance, volumes)],
             "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         }
@@ -126,11 +119,7 @@ class PodTemplates:
             "env": [*instance, *self._environment(component)],
             "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
             "resources": {"requests": dict(shape.requests)},
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            },
+            "securityContext": CONTAINER_SECURITY,
             # When the container fails, its message is the end of its log: ReportExit carries it.
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [_mount(name, path, source) for name, (path, source) in volumes.items()],
