@@ -38,9 +38,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_no_result(tmp_path: 
     (tmp_path / "logs/trainer.log").unlink()  # a log may vanish
     write_tar(files, io.BytesIO())
     (tmp_path / "checkpoints/global_step_10/model.safetensors").unlink()
-    with pytest.raises(
-        FailedPreconditionError, match=r"global_step_10/model.safetensors was deleted while it was read"
-    ):
+    with pytest.raises(FailedPreconditionError, match=r"model.safetensors was deleted while it was read"):
         write_tar(files, io.BytesIO())
 
 
