@@ -24,6 +24,11 @@ class Settings(BaseSettings):
         description="Whether this process writes its log to a file of NEXRL_RUN_DIR as well. On one machine, its "
         "output is in that file already.",
     )
+    keeps_metrics: bool = Field(
+        default=False,
+        description="Whether this process writes its metrics to metrics.jsonl of NEXRL_RUN_DIR, because the "
+        "controller cannot.",
+    )
     listen: str = Field(default="127.0.0.1:0", description="gRPC address, host:port; port 0 selects a free one.")
     advertise: str = Field(
         default="", description="Host that other processes connect to; default: that of NEXRL_LISTEN."

@@ -1,5 +1,6 @@
 """Results and logs can be had after the end, when no pod of the experiment is left."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def test_results_and_logs_are_fetched_while_it_runs_and_after_the_end(namespace:
         with safe_open(weights, framework="numpy") as tensors:
             assert [*tensors.keys()]
         assert (taken / "code/sort_digits.py").is_file()
+        steps = [json.loads(line) for line in (taken / "metrics.jsonl").read_text().splitlines()]
+        assert {line["step"] for line in steps if "reward_mean" in line} == {*range(1, STEPS + 1)}
         lines = command(NEXRL, "logs", "kept", "trainer", "--namespace", namespace.name)
         assert "begins at step 0" in lines
         assert lines == (taken / "logs/trainer.log").read_text()

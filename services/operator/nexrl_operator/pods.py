@@ -141,6 +141,8 @@ class PodTemplates:
             values["NEXRL_TOKEN_PORT"] = str(TOKEN_PORT)
         if self._mounts_run(component.name) or self._is_shared:
             values["NEXRL_KEEPS_LOG"] = "true"
+        if self._mounts_run(component.name) and not self._mounts_run("controller"):
+            values["NEXRL_KEEPS_METRICS"] = str("jsonl" in self.experiment.spec.logger.backends).lower()
         if self.settings.tls != "off":
             values |= {
                 "NEXRL_TLS_CERT": str(TLS_FOLDER / "tls.crt"),

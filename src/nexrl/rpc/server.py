@@ -22,12 +22,14 @@ from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlErr
 from nexrl.json_logging import configure_logging
 from nexrl.log_files import log_path
 from nexrl.malloc import keep_freed_memory
+from nexrl.metrics_file import MetricsFile
 from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import connect
 from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.rpc.limits import MAX_MESSAGE_BYTES, MAX_SMALLER_BYTES, SMALLER_ROLES
 from nexrl.rpc.metrics import MetricsServer
+from nexrl.run_layout import METRICS_FILE
 from nexrl.settings import ALIVE, Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
 from nexrl.tls import CredentialFiles, Credentials, Tls, tls_from_environment
@@ -247,7 +249,8 @@ class ServiceProcess:
             metrics_url=f"http://{self.settings.advertised}:{self.metrics_port}/metrics",
         )
         channel = self.connect(self.settings.controller) if self.settings.controller else None
-        activity = ActivityTracker(module, channel)
+        file = MetricsFile(self.settings.run_dir / METRICS_FILE) if self.settings.keeps_metrics else None
+        activity = ActivityTracker(module, channel, file)
         self.on_close(activity.reports_sent)
         return activity
 

@@ -57,8 +57,8 @@ class StorageSpec(Section):
     )
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
         default="ReadWriteOnce",
-        description="ReadWriteMany: the volume also keeps the controller's metrics.jsonl and the logs of all "
-        "components. ReadWriteOnce: of the logs it keeps only the trainer's; the rest is lost with the pods.",
+        description="ReadWriteMany: the volume keeps the logs of all components, and all metrics. ReadWriteOnce: it "
+        "keeps only the trainer's log and metrics; validation's metrics and the other logs are lost with their pods.",
     )
 
 

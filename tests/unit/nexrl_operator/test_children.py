@@ -144,6 +144,9 @@ def test_a_log_is_kept_on_the_volume_where_a_pod_mounts_it_and_only_trainer_and_
         made = renderer(storage={"accessMode": mode}).workloads(1)
         keeps = {"name": "NEXRL_KEEPS_LOG", "value": "true"}
         assert {name for name, item in made.items() if keeps in container(item)["env"]} == keeping
+        keeps = {"name": "NEXRL_KEEPS_METRICS", "value": "true"}
+        trainer_only = {"trainer"} if mode == "ReadWriteOnce" else set()  # else the controller writes the file
+        assert {name for name, item in made.items() if keeps in container(item)["env"]} == trainer_only
     for name, item in made.items():
         pod = item["spec"]["template"]["spec"]
         claimed = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
