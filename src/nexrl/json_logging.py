@@ -76,8 +76,8 @@ def configure_logging(experiment: str, instance: str, level: str, kept_in: Path 
             problem = f"{kept_in}: the log is not kept: {error.strerror}"
         else:
             handlers.append(kept)
-            sys.stdout = CopiedStream(sys.stdout, "stdout", kept)  # type: ignore[assignment]  # it has all attributes
-            sys.stderr = CopiedStream(sys.stderr, "stderr", kept)  # type: ignore[assignment]
+            sys.stdout = CopiedStream(sys.stdout, "stdout", kept)
+            sys.stderr = CopiedStream(sys.stderr, "stderr", kept)
     for handler in handlers:
         handler.setFormatter(JsonFormatter(experiment, instance))
     logging.basicConfig(level=level, handlers=handlers, force=True)

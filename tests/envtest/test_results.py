@@ -23,22 +23,22 @@ from tests.support.kubelet import experiment_object
 from tests.support.node import Node, played_node
 from tests.support.results import filled_run, names_in
 
+TOLERATIONS = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
 RESULTS = {"claim": "done-run", "image": "test/control:1", "serviceAccountName": "pods"}
 
 
 @pytest.fixture
 async def node(api: Api, namespace: str, tmp_path: Path) -> AsyncIterator[Node]:
     """A node whose volume has a run; the experiment `done` has ended."""
-    found = await api.create(experiment_object("done", namespace))
+    trainer = {"steps": 4, "template": {"spec": {"tolerations": TOLERATIONS}}}
+    await api.create(experiment_object("done", namespace, trainer=trainer))
     status = {"phase": "Succeeded", "results": RESULTS}
     path = EXPERIMENT.path(namespace, "done", "status")
     await api.request("PATCH", path, body={"status": status}, content_type="application/merge-patch+json")
-    owner = {"apiVersion": "v1", "metadata": {"namespace": namespace}}
     spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
-    await api.request("POST", CLAIM.path(namespace), body={**owner, "metadata": {"name": "done-run"}, "spec": spec})
+    await api.request("POST", CLAIM.path(namespace), body={"metadata": {"name": "done-run"}, "spec": spec})
     data = {"experiment.yaml": "kind: Experiment\n", "rewards.py": "ONE = 1\n"}
     await api.request("POST", CONFIG_MAP.path(namespace), body={"metadata": {"name": "done-experiment"}, "data": data})
-    assert found["metadata"]["uid"]
     async with played_node(api, namespace, tmp_path) as node:
         filled_run(node.volume)
         yield node
@@ -82,6 +82,7 @@ async def test_the_pod_is_restricted_reads_only_and_ends_by_itself(
     assert (container["image"], spec["serviceAccountName"]) == ("test/control:1", "pods")
     assert spec["activeDeadlineSeconds"] == 4 * 3600
     assert spec["automountServiceAccountToken"] is False
+    assert all(each in spec["tolerations"] for each in TOLERATIONS)
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert [owner["name"] for owner in pod["metadata"]["ownerReferences"]] == ["done"]

@@ -25,7 +25,7 @@ def filled_run(run: Path) -> None:
 
 def names_in(folder: Path, *, newest_only: bool = False) -> set[str]:
     """Return the names of the files below `folder` that belong to its results."""
-    left_out = ("redis/", "logs/link", "checkpoints/global_step_11")
-    left_out += ("checkpoints/global_step_9", "trajectories/") if newest_only else ()
+    older = ("checkpoints/global_step_9", "trajectories/") if newest_only else ()
+    left_out = ("redis/", "logs/link", "checkpoints/global_step_11", *older)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     return {name for name in names if not name.startswith(left_out)}

@@ -82,6 +82,9 @@ def reader_pod(experiment: Object, results: Object, pod_name: str) -> Object:
         ],
         "volumes": [{"name": "run", "persistentVolumeClaim": {"claimName": results["claim"]}}],
     }
+    template = (experiment["spec"].get("trainer", {}).get("template") or {}).get("spec", {})
+    if "tolerations" in template:  # so that it may run on the trainer's node
+        spec["tolerations"] = template["tolerations"]
     if results.get("serviceAccountName"):  # it has the secrets for pulling the image
         spec["serviceAccountName"] = results["serviceAccountName"]
     about = {
