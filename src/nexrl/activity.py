@@ -11,6 +11,7 @@ import grpc
 
 from nexrl.errors import NexrlError
 from nexrl.exception_text import MAX_MESSAGE_CHARACTERS, MAX_TRACEBACK_CHARACTERS
+from nexrl.metrics_file import MetricsFile
 from nexrl.rpc.client import call, new_request_id
 from nexrl.v1 import activity_service_pb2 as pb
 from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub
@@ -32,7 +33,11 @@ class ActivityTracker:
     channel nothing is sent; tests and the controller itself have none.
     """
 
-    def __init__(self, module: pb.Module, channel: grpc.aio.Channel | None) -> None:
+    def __init__(
+        self, module: pb.Module, channel: grpc.aio.Channel | None, metrics_file: MetricsFile | None = None
+    ) -> None:
+        """`metrics_file` gets the metrics of this process, for a controller that has no lasting folder."""
+        self._metrics_file = metrics_file
         self._module = module
         self._work: dict[str, pb.Work] = {}
         self._stub = ActivityServiceStub(channel) if channel else None
@@ -126,6 +131,8 @@ class ActivityTracker:
 
     async def post_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics of `step` to the logging backends of the experiment."""
+        if self._metrics_file is not None:
+            self._metrics_file.post(step, time.time(), metrics)
         if self._stub is not None:
             request = pb.PostMetricsRequest(request_id=new_request_id(), step=step, metrics=metrics)
             await call(self._stub.PostMetrics, request, timeout_seconds=60)

@@ -100,15 +100,20 @@ def submit(
 
 @app.command()
 def logs(
-    name: ExperimentName,
+    run: RunOrName,
     component: Annotated[str, typer.Argument(help="The component: trainer, rollout, controller, ...")] = "trainer",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     namespace: Namespace = "",
 ) -> None:
-    """Print the logs of one component of an experiment on the cluster."""
-    from nexrl.k8s import commands
+    """Print the logs of one component of a run, or of an experiment on the cluster, also after its end."""
+    if _is_run(run):
+        from nexrl.local.logs import print_run_logs
 
-    asyncio.run(commands.print_logs(commands.Target(name, namespace), component, follows=follow))
+        asyncio.run(print_run_logs(Path(run), component, follows=follow))
+    else:
+        from nexrl.k8s import commands
+
+        asyncio.run(commands.print_logs(commands.Target(run, namespace), component, follows=follow))
 
 
 @app.command()
@@ -133,6 +138,31 @@ def delete(name: ExperimentName, namespace: Namespace = "") -> None:
     from nexrl.k8s import commands
 
     asyncio.run(commands.delete(commands.Target(name, namespace)))
+
+
+get = typer.Typer(no_args_is_help=True, help="Fetch what a run has made.")
+app.add_typer(get, name="get")
+
+
+@get.command("results")
+def get_results(
+    run: RunOrName,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DEST]", help="New folder for the results. Default: results/NAME.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also all older checkpoints and the trajectories.")] = False,
+    namespace: Namespace = "",
+) -> None:
+    """Copy newest checkpoint, metrics, report, logs and configuration of a run or experiment, also after its end."""
+    chosen = folder or Path("results") / Path(run).resolve().name
+    if _is_run(run):
+        from nexrl.local.run_folder import copy_run_results
+
+        copy_run_results(Path(run), chosen, everything=everything)
+    else:
+        from nexrl.k8s import commands
+
+        asyncio.run(commands.get_results(commands.Target(run, namespace), chosen, everything=everything))
 
 
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, running or ended, for example runs/sort-digits.")]

@@ -6,7 +6,10 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
+
+from nexrl.kept_log import CopiedStream, KeptLog
 
 STANDARD_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
@@ -59,8 +62,24 @@ def _in_words(record: dict[str, Any]) -> str:
     return ": ".join([record["message"], *record.get("traceback", "").splitlines()[-1:]])
 
 
-def configure_logging(experiment: str, instance: str, level: str) -> None:
-    """Make the root logger write JSON lines to standard error, from `level` on."""
-    stream = logging.StreamHandler(sys.stderr)
-    stream.setFormatter(JsonFormatter(experiment, instance))
-    logging.basicConfig(level=level, handlers=[stream], force=True)
+def configure_logging(experiment: str, instance: str, level: str, kept_in: Path | None = None) -> None:
+    """Make the root logger write JSON lines to standard error, from `level` on.
+
+    With `kept_in`, the lines also go to this file, and so does what the process prints.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    problem = ""
+    if kept_in is not None:
+        try:
+            kept = KeptLog(kept_in)
+        except OSError as error:
+            problem = f"{kept_in}: the log is not kept: {error.strerror}"
+        else:
+            handlers.append(kept)
+            sys.stdout = CopiedStream(sys.stdout, "stdout", kept)
+            sys.stderr = CopiedStream(sys.stderr, "stderr", kept)
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter(experiment, instance))
+    logging.basicConfig(level=level, handlers=handlers, force=True)
+    if problem:
+        logging.getLogger(__name__).warning("%s", problem)

@@ -3,7 +3,7 @@
 <run>/experiment.yaml             the resolved experiment
 <run>/code/                       the modules that the experiment carries
 <run>/endpoints.json              addresses of services; removed when the launcher stops normally
-<run>/logs/<process>.log          output of each process
+<run>/logs/<process>.log          output of each process; .log.1 is what was before (nexrl.kept_log)
 <run>/redis/                      data of the run's own Redis
 <run>/checkpoints/global_step_<n>/
 <run>/trajectories/batch_<n>.pb   the samples of batch n (nexrl.v1.BatchLease)

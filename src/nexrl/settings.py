@@ -23,6 +23,16 @@ class Settings(BaseSettings):
     experiment_file: Path = Field(description="File with the resolved experiment.")
     run_dir: Path = Field(description="Folder for checkpoints and logs of this experiment.")
     instance: str = Field(description="Name of this process, for example 'rollout-0'.")
+    keeps_log: bool = Field(
+        default=False,
+        description="Whether this process writes its log to a file of NEXRL_RUN_DIR as well. On one machine, its "
+        "output is in that file already.",
+    )
+    keeps_metrics: bool = Field(
+        default=False,
+        description="Whether this process writes its metrics to metrics.jsonl of NEXRL_RUN_DIR, because the "
+        "controller cannot.",
+    )
     listen: str = Field(default="127.0.0.1:0", description="gRPC address, host:port; port 0 selects a free one.")
     advertise: str = Field(
         default="", description="Host that other processes connect to; default: that of NEXRL_LISTEN."

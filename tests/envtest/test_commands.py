@@ -32,6 +32,9 @@ async def test_an_experiment_is_led_by_commands(
         await until_condition(api, namespace, "led", "Ready", "True")
         await commands.print_status(target)
         assert "led: Running" in capsys.readouterr().out
+        led = await api.get(EXPERIMENT, namespace, "led")
+        assert led is not None
+        assert led["status"]["results"] == {"claim": "led-run", "image": "test/control:1"}
         await commands.print_audit(target)
         assert "granted 10 = trained 8 + dropped 2 + in flight 0; every sample" in capsys.readouterr().out
         await commands.suspend(target)

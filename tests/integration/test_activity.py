@@ -1,6 +1,8 @@
 """Reports of a process to the controller: work in flight, heartbeats, and errors of tracked work."""
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from nexrl.activity import ActivityTracker
 from nexrl.errors import NexrlError
 from nexrl.exception_text import MAX_MESSAGE_CHARACTERS
+from nexrl.metrics_file import MetricsFile
 from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.rpc.server import ServiceProcess
@@ -216,3 +219,11 @@ async def test_without_a_controller_nothing_is_sent() -> None:
         lambda: tracker.report("x", work_context="y"),
     ]
     assert [await action() for action in actions] == [None, ""]
+
+
+async def test_metrics_are_kept_in_a_file_where_the_controller_has_no_lasting_folder(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with contextlib.closing(MetricsFile(path)) as file:
+        await ActivityTracker(MODULE, None, file).post_metrics(3, {"reward_mean": 0.5})
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line).items() >= {"step": 3, "reward_mean": 0.5}.items()

@@ -23,8 +23,10 @@ from nexrl.errors import (
     NexrlError,
     UnavailableError,
 )
+from nexrl.log_files import log_path
 from nexrl.rpc.client import connect
 from nexrl.rpc.server import ServiceProcess
+from nexrl.spec import dump_resolved
 from nexrl.v1 import validator_service_pb2 as pb
 from tests.support.services import running_service, small_experiment
 from tests.support.validator import SERVICE, ValidatorServicer, answer_seven, serving, start_validation
@@ -209,3 +211,20 @@ def test_a_service_that_cannot_start_says_why_in_one_line_and_in_its_exit_code(
         ended = subprocess.run(**command, capture_output=True, text=True, timeout=50, check=False)
     assert (ended.returncode, ended.stdout.count("\n")) == (code, 1), ended.stderr
     assert ended.stdout.startswith(message)
+
+
+def test_a_process_keeps_its_log_in_the_folder_of_the_run_if_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "experiment.yaml").write_text(dump_resolved(small_experiment()))
+    settings = {
+        "NEXRL_EXPERIMENT_FILE": str(tmp_path / "experiment.yaml"),
+        "NEXRL_RUN_DIR": str(tmp_path),
+        "NEXRL_INSTANCE": "controller",
+        "NEXRL_KEEPS_LOG": "true",
+        "NEXRL_LISTEN": "nowhere.invalid:0",
+    }
+    command = [sys.executable, "-m", "nexrl.cli", "serve", "controller"]
+    ended = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert ended.returncode
+    kept = log_path(tmp_path, "controller").read_text()
+    assert "NEXRL_" in kept
+    assert kept.splitlines()[0] in ended.stderr

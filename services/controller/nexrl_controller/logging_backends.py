@@ -4,8 +4,6 @@ The launcher draws the live view on the console from WatchExperiment.
 """
 
 import importlib
-import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, Protocol
 from prometheus_client import Gauge
 
 from nexrl.errors import InvalidArgumentError
+from nexrl.metrics_file import MetricsFile
 from nexrl.run_layout import METRICS_FILE
 from nexrl.spec import Experiment
 
@@ -52,34 +51,10 @@ def open_backends(experiment: Experiment, run_dir: Path) -> list[LoggingBackend]
     """Open the backends of the experiment. Raises InvalidArgumentError if the package of one is not installed."""
     backends: list[LoggingBackend] = [PrometheusBackend()]
     if "jsonl" in experiment.spec.logger.backends:
-        backends.append(JsonlBackend(run_dir / METRICS_FILE))
+        backends.append(MetricsFile(run_dir / METRICS_FILE))
     if "wandb" in experiment.spec.logger.backends:
         backends.append(WandbBackend(experiment.spec.project, experiment.metadata.name, run_dir))
     return backends
-
-
-class JsonlBackend:
-    """Appends one JSON object per line: step, time (Unix seconds) and the metrics; null for a value that is not finite.
-
-    A step can have several lines (training, validation) and, after a restart, the same line again. A reader merges the
-    lines of a step in order: the last value of each name counts.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
-        # Unbuffered: the whole line is in the file before the request is answered.
-        self._file = path.open("ab", buffering=0)
-
-    def post(self, step: int, unix_seconds: float, metrics: Mapping[str, float]) -> None:
-        """Append a line."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({**finite, "step": step, "time": round(unix_seconds, 3)}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class PrometheusBackend:
@@ -116,11 +91,3 @@ class WandbBackend:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Drop an incomplete last line, which a crash of the machine leaves behind."""
-    if path.exists():
-        with path.open("rb+") as file:
-            written = file.read()
-            file.truncate(written.rfind(b"\n") + 1)

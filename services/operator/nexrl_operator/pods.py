@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nexrl.components import BY_NAME, COMPONENTS, Component, Wiring
+from nexrl.k8s.security import CONTAINER_SECURITY, POD_SECURITY
+from nexrl.run_layout import LOGS_FOLDER
 from nexrl.settings import ALIVE
 from nexrl.spec import Experiment
 from nexrl.tls import experiment_name
@@ -25,7 +27,6 @@ from nexrl_operator.observed import MAIN_CONTAINER
 from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.templates import lay_over
 
-USER = 10001
 TOKEN_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 STARTUP_SECONDS = 2700
 """Longest time for a container to start: vLLM may have to load and compile a large model."""
@@ -101,14 +102,7 @@ class PodTemplates:
             # read the environment of the others in /proc.
             "shareProcessNamespace": len(containers) == 1,
             "terminationGracePeriodSeconds": SHAPES[component.name].grace_seconds,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": POD_SECURITY,
             "containers": containers,
             "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         }
@@ -129,17 +123,10 @@ class PodTemplates:
             "args": [component.name],
             "env": [*instance, *self._environment(component)],
             "resources": {"requests": dict(shape.requests)},
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            },
+            "securityContext": CONTAINER_SECURITY,
             # When the container fails, its message is the end of its log: ReportExit carries it.
             "terminationMessagePolicy": "FallbackToLogsOnError",
-            "volumeMounts": [
-                {"name": name, "mountPath": str(path), **({"readOnly": True} if _is_read_only(source) else {})}
-                for name, (path, source) in volumes.items()
-            ],
+            "volumeMounts": [_mount(name, path, source) for name, (path, source) in volumes.items()],
             **({} if component.beside else {"ports": self._ports(component.name), **_probes(component)}),
         }
 
@@ -166,6 +153,10 @@ class PodTemplates:
             }
         if self._checks_tokens(component.name):
             values["NEXRL_TOKEN_PORT"] = str(TOKEN_PORT)
+        if not component.beside and (self._mounts_run(component.name) or self._is_shared):
+            values["NEXRL_KEEPS_LOG"] = "true"
+        if self._mounts_run(component.name) and not self._mounts_run("controller"):
+            values["NEXRL_KEEPS_METRICS"] = str("jsonl" in self.experiment.spec.logger.backends).lower()
         if self.settings.tls != "off":
             values |= {
                 "NEXRL_TLS_CERT": str(TLS_FOLDER / "tls.crt"),
@@ -199,12 +190,13 @@ class PodTemplates:
         yield self._experiment_volume()
         yield "tmp", (Path("/tmp"), {"emptyDir": {}})
         yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory", "sizeLimit": SOCKETS_SIZE}})
-        # Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
-        is_shared = self.experiment.spec.storage.access_mode == "ReadWriteMany"
-        if shape.has_run_folder and (is_shared or component == "trainer"):
-            yield "run", (RUN_FOLDER, {"persistentVolumeClaim": {"claimName": f"{name}-run"}})
+        claim = {"persistentVolumeClaim": {"claimName": f"{name}-run"}}
+        if self._mounts_run(component):
+            yield "run", (RUN_FOLDER, claim)
         else:
             yield "run", (RUN_FOLDER, {"emptyDir": {}})
+            if self._is_shared:  # user code of rollouts must not reach the checkpoints
+                yield LOGS_FOLDER, (RUN_FOLDER / LOGS_FOLDER, claim)
         if shape.has_shared_memory:
             yield (
                 "shared-memory",
@@ -227,6 +219,18 @@ class PodTemplates:
         if self.settings.tls != "off":
             secret = self.settings.tls_secret if self.settings.tls == "secret" else f"{self.owner.name}-tls"
             yield "tls", (TLS_FOLDER, {"secret": {"secretName": secret}})
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether pods on several nodes can mount the volume."""
+        return self.experiment.spec.storage.access_mode == "ReadWriteMany"
+
+    def _mounts_run(self, component: str) -> bool:
+        """Return whether a component mounts the whole volume.
+
+        Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
+        """
+        return SHAPES[component].has_run_folder and (self._is_shared or component == "trainer")
 
     def _checks_tokens(self, component: str) -> bool:
         """Return whether a component serves the token port, because rollout workers of users call it."""
@@ -301,5 +305,10 @@ def _probes(component: Component) -> Object:
     }
 
 
-def _is_read_only(source: Object) -> bool:
-    return "configMap" in source or "secret" in source
+def _mount(name: str, path: Path, source: Object) -> Object:
+    mount: Object = {"name": name, "mountPath": str(path)}
+    if "configMap" in source or "secret" in source:
+        mount["readOnly"] = True
+    if name == LOGS_FOLDER:
+        mount["subPath"] = LOGS_FOLDER
+    return mount

@@ -98,6 +98,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
         # The eviction must be on record: a Job ends only after its pod, and the reason with it, is deleted.
         "disruptedAttempt": observed.disrupted_attempt,
         "rollout": rollout,
+        "results": _results(renderer),
         "components": [
             {
                 "name": name,
@@ -111,6 +112,13 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
     return (
         status | _times(observed, now, spec, verdict, by_type) | _progress(observed) | _audit(observed, spec, verdict)
     )
+
+
+def _results(renderer: Renderer) -> dict[str, str]:
+    """Return what a pod needs that reads the volume, also when all pods of the experiment are gone."""
+    settings = renderer.settings
+    found = {"claim": renderer.claim()["metadata"]["name"], "image": settings.image_control}
+    return found | ({"serviceAccountName": settings.service_account} if settings.service_account else {})
 
 
 def phase(observed: Observed, spec: ExperimentSpec, conditions: Mapping[str, Mapping[str, Any]]) -> str:

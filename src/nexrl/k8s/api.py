@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,11 @@ from nexrl.errors import FailedPreconditionError, NexrlError
 Object = dict[str, Any]
 REQUEST_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
+EXEC_PROTOCOL = "v4.channel.k8s.io"
+STDOUT, STDERR, STATUS = b"\x01", b"\x02", b"\x03"
+"""First byte of a message of EXEC_PROTOCOL."""
+MAX_ERRORS = 4000
+"""Bytes of standard error that are kept of a command."""
 FIELD_MANAGER = "nexrl-operator"
 
 
@@ -157,6 +162,31 @@ class Api:
             async for line in response.content:
                 yield line
 
+    async def execute(self, namespace: str, pod: str, container: str, command: Sequence[str]) -> AsyncIterator[bytes]:
+        """Run a command in a container and yield its standard output.
+
+        Raises FailedPreconditionError with its standard error if it fails, and ConnectionError if it is cut off.
+        """
+        query = [*(("command", part) for part in command), ("container", container), ("stdout", "true")]
+        method, url, headers, _, _ = await self._client.param_serialize(
+            "GET",
+            POD.path(namespace, pod, "exec"),
+            query_params=[*query, ("stderr", "true")],
+            header_params={},
+            auth_settings=["BearerToken"],
+        )
+        rest = self._client.rest_client
+        rest.pool_manager = rest.pool_manager or rest._create_pool_manager()  # as its WsApiClient does
+        upgraded = rest.pool_manager.ws_connect(
+            url, method=method, headers=headers, protocols=[EXEC_PROTOCOL], max_msg_size=0, heartbeat=REQUEST_SECONDS
+        )
+        try:
+            async with upgraded as socket:
+                async for content in _standard_output(socket):
+                    yield content
+        except aiohttp.WSServerHandshakeError as error:
+            raise ApiError(error.status, "", f"pod {pod}: exec was refused: {error.message}") from None
+
     async def watch(
         self, kind: Kind, namespace: str, *, silence_seconds: float, **query: Any
     ) -> AsyncIterator[tuple[str, Object]]:
@@ -235,6 +265,23 @@ def _status(text: str, code: int) -> Object:
         return found
     except ValueError:
         return {"code": code, "reason": "", "message": text[:1000]}
+
+
+async def _standard_output(socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
+    errors = b""
+    async for message in socket:
+        channel, content = message.data[:1], message.data[1:]
+        if channel == STDOUT:
+            yield content
+        elif channel == STDERR:
+            errors = (errors + content)[-MAX_ERRORS:]
+        elif channel == STATUS:
+            status = json.loads(content)
+            if status["status"] != "Success":
+                why = errors.decode(errors="replace").strip() or status.get("message", "no reason given")
+                raise FailedPreconditionError(f"the command in the pod failed: {why}")
+            return
+    raise ConnectionError("the connection to the command in the pod was cut off")
 
 
 def _error(status: Mapping[str, Any]) -> ApiError:

@@ -1,6 +1,8 @@
 """The commands of `nexrl` for experiments on a cluster."""
 
 import asyncio
+import codecs
+import json
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -20,11 +22,17 @@ from nexrl.errors import (
     NotFoundError,
     UnavailableError,
 )
-from nexrl.k8s.api import EXPERIMENT, POD, Api, ApiError, Object, connect_cluster
+from nexrl.k8s.api import CONFIG_MAP, EXPERIMENT, POD, Api, ApiError, Object, connect_cluster
+from nexrl.k8s.volume import MOUNT, volume_reader
+from nexrl.log_files import prefix
+from nexrl.results import described, new_folder, unpack
+from nexrl.run_layout import CODE_FOLDER, EXPERIMENT_FILE
 from nexrl.spec import parse_experiment
 from nexrl.spec.bundle import bundle
 
 MANAGER = "nexrl"
+STATUS_FILE = "status.json"
+"""Of the results of an experiment on a cluster: its status, which says how it ended."""
 AUDIT_ANNOTATION = "nexrl.dev/audit"
 WATCH_SECONDS = 300
 RETRY_SECONDS = 1.0
@@ -84,22 +92,68 @@ async def print_status(target: Target) -> None:
 
 
 async def print_logs(target: Target, component: str, *, follows: bool) -> None:
-    """Print the logs of a component's pods. With several pods, each line begins with the name of its pod."""
+    """Print the logs of a component's pods; once there are none, what the volume has kept.
+
+    With several pods, each line begins with the name of its pod.
+    """
     async with _cluster(target.namespace) as (api, namespace):
         labels = f"nexrl.dev/experiment={target.name},app.kubernetes.io/component={component}"
         pods = [pod["metadata"]["name"] for pod in (await api.list(POD, namespace, labelSelector=labels))["items"]]
         if not pods:
-            raise NotFoundError(f"{target.name}: no pods of {component} in {namespace}")
+            await _print_kept_logs(api, await _get(api, namespace, target.name), component)
+            return
         query = {"container": "nexrl", **({"follow": "true"} if follows else {})}
 
         async def copy(pod: str) -> None:
             try:
                 async for line in api.text(POD.path(namespace, pod, "log"), query):
-                    sys.stdout.write((f"{pod} " if len(pods) > 1 else "") + line.decode(errors="replace"))
+                    sys.stdout.write(prefix(pod, len(pods)) + line.decode(errors="replace"))
             except ApiError as error:  # the pod is being created or was deleted; print the others
                 _print(f"{pod}: no log: {error.message}")
 
         await asyncio.gather(*map(copy, pods))
+
+
+async def _print_kept_logs(api: Api, experiment: Object, component: str) -> None:
+    """Print the logs on the volume. Raises NotFoundError if it has none of the component."""
+    name = experiment["metadata"]["name"]
+    decoder, found = codecs.getincrementaldecoder("utf-8")("replace"), False
+    async with volume_reader(api, experiment) as run_module:
+        async for content in run_module("nexrl.log_files", MOUNT, component):
+            sys.stdout.write(decoder.decode(content))
+            found = True
+    if not found:
+        raise NotFoundError(
+            f"{name}: there are no pods of {component!r}, and the volume has no logs of it; it keeps logs of all "
+            "components with storage.accessMode: ReadWriteMany, otherwise only of the trainer"
+        )
+
+
+async def get_results(target: Target, folder: Path, *, everything: bool) -> None:
+    """Fetch the results of an experiment from its volume to `folder`, with its configuration and status.
+
+    Raises AlreadyExistsError if `folder` exists, FailedPreconditionError if there is no volume, and
+    DeadlineExceededError if the pod that reads it does not start.
+    """
+    async with _cluster(target.namespace) as (api, namespace):
+        experiment = await _get(api, namespace, target.name)
+        configuration = await api.get(CONFIG_MAP, namespace, f"{target.name}-experiment")
+        with new_folder(folder) as partial:
+            _write_configuration(partial, configuration or {})
+            (partial / STATUS_FILE).write_text(json.dumps(experiment.get("status", {}), indent=2) + "\n")
+            async with volume_reader(api, experiment) as run_module:
+                await unpack(run_module("nexrl.results", MOUNT, *(["--all"] if everything else [])), partial)
+    _print(f"{target.name}: {described(folder)} in {folder}")
+    if (path := experiment["spec"].get("checkpoint", {}).get("path")) is not None:
+        _print(f"its checkpoints are not on its volume, but in {path} of its pods (checkpoint.path)")
+
+
+def _write_configuration(folder: Path, configuration: Object) -> None:
+    """Write the resolved experiment and its modules as `nexrl run` does."""
+    for name, content in configuration.get("data", {}).items():
+        path = folder / name if name == EXPERIMENT_FILE else folder / CODE_FOLDER / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
 
 
 async def suspend(target: Target) -> None:
@@ -263,5 +317,5 @@ async def _cluster(namespace: str) -> AsyncIterator[tuple[Api, str]]:
             yield api, namespace or api.namespace
     except ApiError as error:
         raise _ERRORS.get(error.code, FailedPreconditionError)(error.message) from None
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         raise UnavailableError(f"the cluster cannot be reached: {str(error) or 'no answer in time'}") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nexrl import parent_death
 from nexrl.json_logging import last_words
+from nexrl.kept_log import newest_bytes
 from nexrl.settings import REDIS_PASSWORD
 
 TAIL_BYTES = 65_536
@@ -73,9 +74,7 @@ class Child:
 
     def last_words(self) -> str:
         """Return why it ended, from the end of its log."""
-        if not self.log.exists():
-            return ""
-        content = self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+        content = newest_bytes(self.log, TAIL_BYTES).decode(errors="replace")
         return last_words(content.strip().splitlines()[-TAIL_LINES:])
 
     async def _spawn(self) -> asyncio.subprocess.Process:

@@ -21,6 +21,7 @@ import grpc
 
 from nexrl.components import stop_waves
 from nexrl.errors import AlreadyExistsError, NexrlError, TrainingFailedError, UnavailableError
+from nexrl.kept_log import rotate
 from nexrl.local.child import Child
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.ownership import owned
@@ -47,6 +48,7 @@ STOP_SECONDS = 60.0
 CALL_SECONDS = 30.0
 FIRST_CONTACT_SECONDS = 60.0
 POOL_SECONDS = 1.0
+ROTATE_SECONDS = 1.0
 REDIS_SECONDS = 20.0
 CORE = ("controller", "redis")
 """The launcher itself decides about their restarts: the controller cannot judge itself, nor the Redis that it needs."""
@@ -193,7 +195,10 @@ class Launcher:
     async def _follow(self, controller: grpc.aio.Channel, pool: grpc.aio.Channel) -> pb.Experiment | None:
         with RunView(self.experiment, self.children) as view:
             ending = asyncio.create_task(self._until_ended(controller, view))
-            depths = asyncio.create_task(_show_details(pool, controller, view))
+            beside = [
+                asyncio.create_task(_show_details(pool, controller, view)),
+                asyncio.create_task(_rotate_logs(self.children)),
+            ]
             interrupted = asyncio.create_task(self._interrupted.wait())
             tasks: list[asyncio.Future[Any]] = [ending, interrupted, self._failure]
             try:
@@ -204,9 +209,10 @@ class Launcher:
                     return self._failure.result()
                 return await ending if ending.done() else None
             finally:
-                for task in (ending, depths, interrupted):
+                beside += [ending, interrupted]
+                for task in beside:
                     task.cancel()
-                await asyncio.gather(ending, depths, interrupted, return_exceptions=True)
+                await asyncio.gather(*beside, return_exceptions=True)
 
     async def _until_ended(self, controller: grpc.aio.Channel, view: RunView) -> pb.Experiment:
         """Follow the controller to a terminal phase. In phase Stopping, stop the components, for which it waits."""
@@ -276,6 +282,14 @@ class Launcher:
         for wave in waves:
             children = [child for child in self.children if child.name.startswith(wave)]
             await asyncio.gather(*(child.stop(STOP_SECONDS) for child in children))
+
+
+async def _rotate_logs(children: Sequence[Child]) -> None:
+    while True:
+        for child in children:
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                rotate(child.log)
+        await asyncio.sleep(ROTATE_SECONDS)
 
 
 async def _show_details(pool: grpc.aio.Channel, controller: grpc.aio.Channel, view: RunView) -> None:

@@ -2,12 +2,14 @@
 
 import fcntl
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from nexrl.results import copy_results, described, new_folder, result_files
 from nexrl.run_layout import (
     CHECKPOINTS_FOLDER,
     CODE_FOLDER,
@@ -53,6 +55,17 @@ def is_put_aside(run: Path) -> bool:
 def checkpoints_of(run: Path, experiment: Experiment) -> Mapping[int, Path]:
     """Return the complete checkpoints of the run in folder `run`, by step."""
     return checkpoints_by_step(checkpoints_path(run, experiment.spec.checkpoint.path))
+
+
+def copy_run_results(run: Path, folder: Path, *, everything: bool) -> None:
+    """Copy the results of the run in folder `run` to `folder`.
+
+    Raises NotFoundError if `run` has no run, and AlreadyExistsError if `folder` exists.
+    """
+    checkpoints = checkpoints_path(run, experiment_of(run).spec.checkpoint.path)
+    with new_folder(folder) as partial:
+        copy_results(result_files(run, checkpoints, everything=everything), partial)
+    sys.stdout.write(f"{run}: {described(folder)} in {folder}\n")
 
 
 def endpoint(run: Path, service: str) -> str:

@@ -21,13 +21,16 @@ from nexrl import __version__
 from nexrl.activity import ActivityTracker
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
 from nexrl.json_logging import configure_logging
+from nexrl.log_files import log_path
 from nexrl.malloc import keep_freed_memory
+from nexrl.metrics_file import MetricsFile
 from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import connect
 from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.rpc.limits import MAX_MESSAGE_BYTES, MAX_SMALLER_BYTES, SMALLER_ROLES
 from nexrl.rpc.metrics import MetricsServer
+from nexrl.run_layout import METRICS_FILE
 from nexrl.settings import ALIVE, Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
 from nexrl.tls import CredentialFiles, Credentials, Tls, tls_from_environment
@@ -264,7 +267,8 @@ class ServiceProcess:
             metrics_url=f"http://{self.settings.advertised}:{self.metrics_port}/metrics",
         )
         channel = self.connect(self.settings.controller) if self.settings.controller else None
-        activity = ActivityTracker(module, channel)
+        file = MetricsFile(self.settings.run_dir / METRICS_FILE) if self.settings.keeps_metrics else None
+        activity = ActivityTracker(module, channel, file)
         self.on_close(activity.reports_sent)
         return activity
 
@@ -308,7 +312,8 @@ def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -
     try:
         settings = load_settings()
         experiment = load_resolved(settings.experiment_file)
-        configure_logging(experiment.metadata.name, settings.instance, settings.log_level)
+        kept_in = log_path(settings.run_dir, settings.instance) if settings.keeps_log else None
+        configure_logging(experiment.metadata.name, settings.instance, settings.log_level, kept_in)
         asyncio.run(_run(role, settings, experiment, start))
     except NexrlError as error:
         log.critical("%s", error)

@@ -47,7 +47,7 @@ class ControllerSpec(Section):
 
 
 class StorageSpec(Section):
-    """The volume with the run's folder: checkpoints, trajectories, metrics.jsonl. Unused on one machine."""
+    """The volume with the run's folder: checkpoints, trajectories, metrics.jsonl, logs. Unused on one machine."""
 
     size: Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$", max_length=16)] = Field(
         default="10Gi", description="Size of the volume."
@@ -57,8 +57,8 @@ class StorageSpec(Section):
     )
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
         default="ReadWriteOnce",
-        description="ReadWriteMany: the volume also keeps the controller's metrics.jsonl. ReadWriteOnce: that file is "
-        "lost with the controller's pod.",
+        description="ReadWriteMany: the volume keeps the logs of all components, and all metrics. ReadWriteOnce: it "
+        "keeps only the trainer's log and metrics; validation's metrics and the other logs are lost with their pods.",
     )
 
 

@@ -90,6 +90,15 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "selector": {**_TEXT, "description": "Label selector of the pods."},
             },
         },
+        "results": {
+            "type": "object",
+            "description": "How `nexrl get results` and `nexrl logs` read the volume.",
+            "properties": {
+                "claim": {**_TEXT, "description": "PersistentVolumeClaim of the volume."},
+                "image": {**_TEXT, "description": "Image of the pod that reads it."},
+                "serviceAccountName": {**_TEXT, "description": "ServiceAccount of that pod; absent: default."},
+            },
+        },
         "components": {
             "type": "array",
             "maxItems": 16,

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from nexrl.errors import InvalidArgumentError
-from nexrl_controller.logging_backends import JsonlBackend, PrometheusBackend, open_backends
+from nexrl.metrics_file import MetricsFile
+from nexrl_controller.logging_backends import PrometheusBackend, open_backends
 from tests.support.controller import experiment
 
 
@@ -20,7 +21,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 @pytest.mark.guide("M2", "M15", "Q43")
 def test_each_post_is_a_line_at_once(tmp_path: Path) -> None:
-    backend = JsonlBackend(tmp_path / "run" / "metrics.jsonl")
+    backend = MetricsFile(tmp_path / "run" / "metrics.jsonl")
     backend.post(1, 12.3456, {"loss": 0.5})
     assert lines(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "time": 12.346, "loss": 0.5}]
     backend.close()
@@ -29,14 +30,14 @@ def test_each_post_is_a_line_at_once(tmp_path: Path) -> None:
 def test_a_restarted_controller_appends_after_dropping_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 1}\n{"step": 2, "ti')
-    backend = JsonlBackend(path)
+    backend = MetricsFile(path)
     backend.post(2, 2, {})
     backend.close()
     assert lines(path) == [{"step": 1, "time": 1}, {"step": 2, "time": 2}]
 
 
 def test_a_value_that_is_not_finite_is_valid_json(tmp_path: Path) -> None:
-    backend = JsonlBackend(tmp_path / "metrics.jsonl")
+    backend = MetricsFile(tmp_path / "metrics.jsonl")
     backend.post(1, 1, {"loss": float("nan"), "lr": float("inf")})
     backend.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "time": 1, "loss": None, "lr": None}]

@@ -5,6 +5,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from nexrl.components import BY_NAME
 from nexrl.errors import InvalidArgumentError
 from nexrl.spec import Experiment, parse_experiment
 from nexrl_operator.children import Renderer
@@ -161,10 +162,29 @@ def test_an_event_loop_that_hangs_is_noticed_where_nothing_is_computed() -> None
 
 
 def test_nobody_but_the_trainer_is_bound_to_the_node_of_the_volume() -> None:
-    for mode, expected in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {"trainer", "controller"})):
+    for mode, expected in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {*BY_NAME})):
         made = renderer(storage={"accessMode": mode}).workloads(1).items()
         volumes = {name: item["spec"]["template"]["spec"]["volumes"] for name, item in made}
         assert {name for name, found in volumes.items() if any("persistentVolumeClaim" in v for v in found)} == expected
+
+
+def test_a_log_is_kept_on_the_volume_where_a_pod_mounts_it_and_only_trainer_and_controller_reach_the_checkpoints() -> (
+    None
+):
+    for mode, keeping in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {*BY_NAME})):
+        made = renderer(storage={"accessMode": mode}).workloads(1)
+        keeps = {"name": "NEXRL_KEEPS_LOG", "value": "true"}
+        assert {name for name, item in made.items() if keeps in container(item)["env"]} == keeping
+        keeps = {"name": "NEXRL_KEEPS_METRICS", "value": "true"}
+        trainer_only = {"trainer"} if mode == "ReadWriteOnce" else set()  # else the controller writes the file
+        assert {name for name, item in made.items() if keeps in container(item)["env"]} == trainer_only
+    for name, item in made.items():
+        pod = item["spec"]["template"]["spec"]
+        claimed = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+        (mount,) = (each for each in container(item)["volumeMounts"] if each["name"] in claimed)
+        is_whole = name in ("trainer", "controller")
+        assert mount["mountPath"] == str(RUN_FOLDER if is_whole else RUN_FOLDER / "logs")
+        assert mount.get("subPath") == (None if is_whole else "logs")
 
 
 @pytest.mark.guide("A4", "S2")

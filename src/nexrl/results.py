@@ -1,0 +1,142 @@
+"""The results of a run: what is worth keeping of its folder when the run is gone.
+
+`python -m nexrl.results RUN_FOLDER [--all]` writes them to standard output as a tar archive. `nexrl get results` runs
+it in a pod with the volume of an experiment.
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from nexrl.errors import AlreadyExistsError, FailedPreconditionError
+from nexrl.run_layout import (
+    CHECKPOINT_MARKER,
+    CHECKPOINTS_FOLDER,
+    CODE_FOLDER,
+    EXPERIMENT_FILE,
+    LOGS_FOLDER,
+    METRICS_FILE,
+    REWARD_FILE,
+    SUMMARY_FILE,
+    TRAJECTORIES_FOLDER,
+    checkpoints_by_step,
+)
+
+_KEPT = (EXPERIMENT_FILE, CODE_FOLDER, METRICS_FILE, SUMMARY_FILE, REWARD_FILE, LOGS_FOLDER)
+
+
+def result_files(run: Path, checkpoints: Path, *, everything: bool) -> dict[str, Path]:
+    """Return the files of the results by their names there, which are relative paths.
+
+    These are the experiment, its code, metrics, report, logs and the newest checkpoint; with `everything`, all
+    checkpoints and the trajectories as well. Links are left out: user code may have made them.
+    """
+    steps = [path for path in checkpoints_by_step(checkpoints).values() if (path / CHECKPOINT_MARKER).is_file()]
+    parts = {name: run / name for name in (*_KEPT, *([TRAJECTORIES_FOLDER] if everything else []))}
+    parts |= {f"{CHECKPOINTS_FOLDER}/{path.name}": path for path in (steps if everything else steps[-1:])}
+    files: dict[str, Path] = {}
+    for name, part in parts.items():
+        for path in sorted(part.rglob("*")) if part.is_dir() else [part]:
+            if path.is_file() and not path.is_symlink():
+                files[str(Path(name) / path.relative_to(part))] = path
+    return files
+
+
+def copy_results(files: dict[str, Path], folder: Path) -> None:
+    """Copy the files of the results to `folder`. Raises FailedPreconditionError if a checkpoint vanishes meanwhile."""
+    for name, path in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with _unless_gone(name):
+            shutil.copy2(path, folder / name)
+
+
+def write_tar(files: dict[str, Path], out: BinaryIO) -> None:
+    """Write the files of the results as a tar archive. Raises FailedPreconditionError as `copy_results`."""
+    with tarfile.open(fileobj=out, mode="w|") as archive:
+        for name, path in files.items():
+            with _unless_gone(name), path.open("rb") as file:
+                # Of the open file: a log may be rotated, which gives its name to a shorter file.
+                archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `folder` if the block succeeds, and is deleted otherwise.
+
+    Raises AlreadyExistsError if `folder` exists.
+    """
+    if folder.exists():
+        raise AlreadyExistsError(f"{folder} exists; choose another folder for the results, or delete it")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+async def unpack(archive: AsyncIterator[bytes], folder: Path) -> None:
+    """Unpack a tar archive to `folder` as it arrives. Raises what `archive` raises, and FailedPreconditionError."""
+    source, sink = os.pipe()
+    unpacking = asyncio.create_task(asyncio.to_thread(_extract, source, folder))
+    try:
+        async for content in archive:
+            await asyncio.to_thread(_write_all, sink, content)
+    except BrokenPipeError:
+        pass  # unpacking has failed
+    finally:
+        os.close(sink)  # which ends the thread
+        (problem,) = await asyncio.gather(unpacking, return_exceptions=True)
+    if problem:
+        raise FailedPreconditionError(f"{folder}: the results cannot be unpacked: {problem}")
+
+
+def _extract(source: int, folder: Path) -> None:
+    with os.fdopen(source, "rb") as file, tarfile.open(fileobj=file, mode="r|") as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # absent before Python 3.11.4
+        archive.extractall(folder)
+        while file.read(tarfile.RECORDSIZE):  # the padding at the end
+            pass
+
+
+def _write_all(sink: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(sink, view) :]
+
+
+def described(folder: Path) -> str:
+    """Return what `folder` contains, in one line."""
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    steps = checkpoints_by_step(folder / CHECKPOINTS_FOLDER)
+    return f"{size / 2**20:.1f} MiB, {'checkpoint of step ' + str(max(steps)) if steps else 'no checkpoint'}"
+
+
+@contextmanager
+def _unless_gone(name: str) -> Iterator[None]:
+    """Ignore a file that was deleted while the run goes on, unless that makes a checkpoint incomplete."""
+    try:
+        yield
+    except FileNotFoundError:
+        if name.startswith(CHECKPOINTS_FOLDER):
+            raise FailedPreconditionError(f"{name} was deleted while it was read: the run goes on; try again") from None
+
+
+def main(run: Path, *, everything: bool) -> None:
+    """Write the results of the run to standard output."""
+    try:
+        write_tar(result_files(run, run / CHECKPOINTS_FOLDER, everything=everything), sys.stdout.buffer)
+    except FailedPreconditionError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), everything="--all" in sys.argv)
