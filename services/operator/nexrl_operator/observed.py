@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from nexrl.components import BY_NAME
+from nexrl.errors import explain_exit
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
     COMPONENT_LABEL,
@@ -19,6 +20,9 @@ from nexrl_operator.objects import (
 
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 MAX_LOG_TAIL = 4000
+MAX_LAST_WORDS = 400
+START_ERROR = "StartError"
+"""Reason of a container that never started: its program does not exist."""
 _ENDED = ("Succeeded", "Failed")
 MAIN_CONTAINER = "nexrl"
 """The container that the operator renders. Templates may add others."""
@@ -132,8 +136,9 @@ class Observed:
                 return _exit(uid, "trainer", ended, words(pod, MAIN_CONTAINER, ended))
             if failed := _failed_container(pod):
                 name, ended = failed
-                told = f"the container {name} has ended, and its pod with it; correct it in {template_path(pod)}"
-                return _exit(uid, "trainer", ended, "\n".join(filter(None, [words(pod, name, ended), told])))
+                told = ending(pod, name, ended, "ended", f"; correct it in {template_path(pod)}")
+                first, _, log = told.partition("\n")
+                return _exit(uid, "trainer", ended, "\n".join(filter(None, [log, first])))
         is_complete = condition(job, "Complete").get("status") == "True"
         return Exit(uid, "trainer", 0 if is_complete else -9, "its pod has no exit code")
 
@@ -268,8 +273,28 @@ def _failed_container(pod: Object) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def _exit(request_id: str, component: str, ended: Mapping[str, Any], log_tail: str) -> Exit:
+    return Exit(request_id, component, _own_code(ended), log_tail)
+
+
+def _own_code(ended: Mapping[str, Any]) -> int:
+    """Return the exit code, negative for the signal that ended it."""
     code = int(ended.get("exitCode", 0))
-    return Exit(request_id, component, 128 - code if code > 128 else code, log_tail)
+    return 128 - code if code > 128 else code
+
+
+def subject(pod: Object, container: str) -> str:
+    """Return the words for a container in messages."""
+    name = pod["metadata"]["name"]
+    return f"pod {name}" if container == MAIN_CONTAINER else f"container {container} of pod {name}"
+
+
+def ending(pod: Object, container: str, ended: Mapping[str, Any], how: str, remedy: str) -> str:
+    """Return how a container ended. The first line says it all, because kubectl shows no more; its log follows."""
+    told = words(pod, container, ended).splitlines()
+    hint = "" if ended.get("reason") in ("OOMKilled", START_ERROR) else explain_exit(_own_code(ended))
+    last = f": {told[-1][-MAX_LAST_WORDS:]}" if told else ""
+    first = f"{subject(pod, container)} {how} with exit code {ended.get('exitCode', 0)}{hint}{last}{remedy}"
+    return "\n".join([first, *(told if len(told) > 1 else [])])
 
 
 def words(pod: Object, container: str, ended: Mapping[str, Any]) -> str:
@@ -278,7 +303,7 @@ def words(pod: Object, container: str, ended: Mapping[str, Any]) -> str:
     said = str(ended.get("message", "")).strip()[-MAX_LOG_TAIL:]
     if reason == "OOMKilled":
         reason = f"OOMKilled: {_memory_remedy(pod, container)}"
-    return "\n".join(filter(None, [said, "" if reason in ("Completed", "Error") else reason]))
+    return "\n".join(filter(None, [said, "" if reason in ("Completed", "Error", START_ERROR) else reason]))
 
 
 def _memory_remedy(pod: Object, container: str) -> str:

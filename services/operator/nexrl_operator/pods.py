@@ -79,6 +79,7 @@ class PodTemplates:
         template = section.template.model_dump(mode="json") if section.template else {}
         pod: Object = lay_over(rendered, template)
         _limit_memory(pod, SHAPES[name].memory_limit, SHAPES[name].requests)
+        _keep_last_words(pod)
         pod["metadata"]["labels"] |= self.owner.labels(name)  # a template must not change those that select the pods
         return pod
 
@@ -130,8 +131,6 @@ class PodTemplates:
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             },
-            # When the container fails, its message is the end of its log: ReportExit carries it.
-            "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [
                 {"name": name, "mountPath": str(path), **({"readOnly": True} if _is_read_only(source) else {})}
                 for name, (path, source) in volumes.items()
@@ -232,6 +231,17 @@ def _limit_memory(pod: Object, limit: str, requests: Mapping[str, str]) -> None:
         # A default limit below a request of the user would make the API server refuse the pod.
         if _is_mapping(asked) and _is_mapping(limits) and asked.get("memory") == requests["memory"]:
             each["resources"] = {**resources, "limits": {"memory": limit, **limits}}
+
+
+def _keep_last_words(pod: Object) -> None:
+    """Have the end of each failed container's log in its status, where ReportExit takes it from.
+
+    Also of the containers that the user's template adds.
+    """
+    for kind in ("initContainers", "containers"):
+        containers = pod["spec"].get(kind)
+        for each in filter(_is_mapping, containers if isinstance(containers, list) else []):
+            each.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
 
 
 def _is_mapping(value: object) -> bool:
