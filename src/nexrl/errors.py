@@ -125,7 +125,7 @@ EXIT_CODES = range(CheckFailedError.exit_code + 1)
 def explain_exit(exit_code: int) -> str:
     """Return what people should know of an exit code that is none of ours; "" for ours. Negative: a signal."""
     if exit_code == -int(Signals.SIGKILL):
-        return "; if nobody killed it, there was no memory left"
+        return "; unless somebody killed it, it used too much memory or disk"
     if exit_code == -int(Signals.SIGABRT):
         return "; a library aborted, perhaps because no more processes were allowed (podPidsLimit)"
     if exit_code in EXIT_CODES or exit_code < 0:

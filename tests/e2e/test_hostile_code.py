@@ -39,7 +39,8 @@ FAULTS = {
     "sleeps": Fault("time.sleep(3600)", (*SAMPLES_FAIL, *TOO_LONG)),
     "exits": Fault("os._exit(42)", (*ENDED, "exit code 42, which is none of NexRL: your code or a library")),
     "is killed for memory": Fault(
-        "os.kill(os.getpid(), signal.SIGKILL)", (*ENDED, "SIGKILL; if nobody killed it, there was no memory left")
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        (*ENDED, "SIGKILL; unless somebody killed it, it used too much"),
     ),
     "uses up memory": Fault("return bytearray(10**15)", (*SAMPLES_FAIL, *FIX, "MemoryError ({file}:5)")),
     "forks": Fault("os.fork() or time.sleep(3600)\n    raise OSError", (*SAMPLES_FAIL, "{file}:")),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from signal import SIGKILL
 from typing import Any
 
 from pydantic.alias_generators import to_camel
@@ -125,11 +126,16 @@ class Observed:
             if ended and component not in ("controller", "trainer") and not is_deleted(pod):
                 request_id = f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}"
                 yield _exit(request_id, instance_of(pod), ended, words(pod, MAIN_CONTAINER, ended))
+            # A Deployment keeps its evicted pods; after a restart of the operator they would count again.
+            if component in ("rollout", "inference") and (told := own_eviction(pod)):
+                yield Exit(f"{pod['metadata']['uid']}/evicted", instance_of(pod), -SIGKILL, told)
 
     def job_exit(self, job: Object) -> Exit:
         """Return how a Job ended."""
         uid = job["metadata"]["uid"]
         for pod in self._pods_of(job):
+            if told := own_eviction(pod):
+                return Exit(uid, "trainer", -SIGKILL, told)
             container = _container(pod)
             ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
             if ended:
@@ -193,6 +199,18 @@ def job_of(pod: Object) -> str:
 def is_disrupted(pod: Object) -> bool:
     """Return whether a pod was evicted from its node, or was deleted."""
     return is_deleted(pod) or condition(pod, "DisruptionTarget").get("status") == "True"
+
+
+def own_eviction(pod: Object) -> str:
+    """Return why the kubelet evicted a pod that used more disk than its limit; "" for all other pods.
+
+    An eviction for lack of resources of the node has the condition DisruptionTarget, and is no fault of the pod.
+    """
+    status = pod.get("status", {})
+    if status.get("reason") != "Evicted" or condition(pod, "DisruptionTarget").get("status") == "True":
+        return ""
+    remedy = f"write less, or raise the sizeLimit of the volume in {template_path(pod)}.spec.volumes"
+    return f"evicted: {str(status.get('message', '')).strip()}; {remedy}"
 
 
 def attempt_of(item: Object) -> int:

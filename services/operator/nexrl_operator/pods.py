@@ -42,6 +42,9 @@ class PodShape:
     requests: Mapping[str, str]
     memory_limit: str = ""
     """Unless the user's template names memory; "": none, because the size of the model decides."""
+    volume_size: str = "4Gi"
+    """Largest content of each volume on the node's disk. A pod can write nothing else there but logs, which the kubelet
+    rotates: its root file system is read-only."""
     grace_seconds: int = 75
     has_run_folder: bool = False
     has_shared_memory: bool = False
@@ -54,12 +57,13 @@ SHAPES: Mapping[str, PodShape] = {
     "trainer": PodShape(
         "trainer",
         {"cpu": "200m", "memory": "1Gi"},
+        volume_size="64Gi",
         grace_seconds=120,
         has_run_folder=True,
         has_shared_memory=True,
     ),
-    "inference": PodShape("inference", {"cpu": "200m", "memory": "1Gi"}, has_shared_memory=True),
-    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}, "16Gi"),
+    "inference": PodShape("inference", {"cpu": "200m", "memory": "1Gi"}, volume_size="64Gi", has_shared_memory=True),
+    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}, "16Gi", "32Gi"),
 }
 
 
@@ -181,14 +185,14 @@ class PodTemplates:
     def _volumes(self, component: str) -> Iterator[tuple[str, tuple[Path, Object]]]:
         name, shape = self.owner.name, SHAPES[component]
         yield "experiment", (EXPERIMENT_FOLDER, {"configMap": {"name": f"{name}-experiment"}})
-        yield "tmp", (Path("/tmp"), {"emptyDir": {}})
+        yield "tmp", (Path("/tmp"), {"emptyDir": {"sizeLimit": shape.volume_size}})
         yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory", "sizeLimit": SOCKETS_SIZE}})
         # Only the trainer mounts a ReadWriteOnce volume; it would pin every other pod to the trainer's node.
         is_shared = self.experiment.spec.storage.access_mode == "ReadWriteMany"
         if shape.has_run_folder and (is_shared or component == "trainer"):
             yield "run", (RUN_FOLDER, {"persistentVolumeClaim": {"claimName": f"{name}-run"}})
         else:
-            yield "run", (RUN_FOLDER, {"emptyDir": {}})
+            yield "run", (RUN_FOLDER, {"emptyDir": {"sizeLimit": shape.volume_size}})
         if shape.has_shared_memory:
             yield (
                 "shared-memory",

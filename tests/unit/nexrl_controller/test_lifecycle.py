@@ -106,7 +106,8 @@ def test_a_component_that_ends_is_started_again_and_the_phase_comes_back() -> No
     restarting = after(exited("rollout-1", -9), state=validating)
     assert restarting.phase is Phase.RESTARTING
     assert restarting.message == (
-        "rollout-1 was ended by SIGKILL; if nobody killed it, there was no memory left; it restarts in 0.5 s; "
+        "rollout-1 was ended by SIGKILL; unless somebody killed it, it used too much memory or disk; "
+        "it restarts in 0.5 s; "
         "restart 1 of 3 without a new checkpoint"
     )
     back = after(ComponentAlive("rollout-1"), state=restarting)
