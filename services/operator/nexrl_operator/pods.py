@@ -107,6 +107,11 @@ class PodTemplates:
             "containers": [self._container(component, instance, volumes)],
             "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         }
+        if component.has_replicas and component.name != "trainer":  # a gang prefers to be close together
+            # Preferred only: a cluster with one node runs them all.
+            spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+            selector = {"labelSelector": {"matchLabels": self.owner.selector(component.name)}}
+            spec["topologySpreadConstraints"] = [spread | selector]
         if self.settings.service_account:
             spec["serviceAccountName"] = self.settings.service_account
         metadata = {"labels": self.owner.labels(component.name), "annotations": _annotations(component.name)}
