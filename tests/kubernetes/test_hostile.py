@@ -41,13 +41,11 @@ class Fault:
     """Other components that run."""
 
 
-def _mount(source: Object) -> Fault:
-    (kind, reference), (name,) = next(iter(source.items())), [*next(iter(source.values())).values()]
-    told = {"secret": "Secret", "configMap": "ConfigMap", "persistentVolumeClaim": "PersistentVolumeClaim"}[kind]
-    says = (f'{kind.lower()} "{name}" not found', f"create the {told} {name} in the namespace ", TEMPLATE)
+def _mount(kind: str, told: str, key: str) -> Fault:
+    says = (f'{kind.lower()} "typo" not found', f"create the {told} typo in the namespace ", TEMPLATE)
     reason = "Unschedulable" if kind == "persistentVolumeClaim" else "FailedMount"
     mounts = {"volumeMounts": [{"name": "mine", "mountPath": "/mine"}]}
-    return Fault(says, (reason,), mounts, {"volumes": [{"name": "mine", kind: reference}]})
+    return Fault(says, (reason,), mounts, {"volumes": [{"name": "mine", kind: {key: "typo"}}]})
 
 
 def _shell(name: str, script: str) -> Object:
@@ -58,9 +56,9 @@ def _shell(name: str, script: str) -> Object:
 IDLE = {"command": ["sh", "-c", "sleep 600"]}
 FAILS = _shell("fetch", "echo no such bucket; exit 7")
 FAULTS: dict[str, Fault] = {
-    "no-secret": _mount({"secret": {"secretName": "typo"}}),
-    "no-configmap": _mount({"configMap": {"name": "typo"}}),
-    "no-claim": _mount({"persistentVolumeClaim": {"claimName": "typo"}}),
+    "no-secret": _mount("secret", "Secret", "secretName"),
+    "no-configmap": _mount("configMap", "ConfigMap", "name"),
+    "no-claim": _mount("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
     "no-variable": Fault(
         ('secret "typo" not found', "create the Secret typo in the namespace ", TEMPLATE),
         ("CreateContainerConfigError",),
