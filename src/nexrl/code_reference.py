@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nexrl.errors import InvalidArgumentError
+from nexrl.exception_text import exception_text
 
 USER_CODE_ERRORS = (Exception, SystemExit)
 """What to catch around user code. Without SystemExit, a `sys.exit()` in it would end the process without an error."""
@@ -25,9 +26,7 @@ def load_reference(reference: str, folder: Path) -> object:
         with _first_on_path(folder):
             module = importlib.import_module(module_name)
     except USER_CODE_ERRORS as error:
-        raise InvalidArgumentError(
-            f"{reference}: cannot import {module_name}: {type(error).__name__}: {error}"
-        ) from error
+        raise InvalidArgumentError(f"{reference}: cannot import {module_name}: {exception_text(error)}") from error
     try:
         found: object = getattr(module, name)
     except AttributeError as error:

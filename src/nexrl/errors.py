@@ -6,6 +6,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import Signals
 from typing import ClassVar
 
 
@@ -115,6 +116,21 @@ class CheckFailedError(NexrlError):
     """A check failed: a replay differs from its record, or a ledger does not balance."""
 
     exit_code = 11
+
+
+EXIT_CODES = range(CheckFailedError.exit_code + 1)
+"""The exit codes of our processes."""
+
+
+def explain_exit(exit_code: int) -> str:
+    """Return what people should know of an exit code that is none of ours; "" for ours. Negative: a signal."""
+    if exit_code == -int(Signals.SIGKILL):
+        return "; unless somebody killed it, it used too much memory or disk"
+    if exit_code == -int(Signals.SIGABRT):
+        return "; a library aborted, perhaps because no more processes were allowed (podPidsLimit)"
+    if exit_code in EXIT_CODES or exit_code < 0:
+        return ""
+    return ", which is none of NexRL: your code or a library ended the process"
 
 
 def error_class(status: str) -> type[NexrlError]:

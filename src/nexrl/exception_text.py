@@ -64,4 +64,5 @@ def _user_place(error: BaseException) -> str:
 def _innermost_place(error: BaseException) -> str:
     """Return the line that raised it; "" for our own errors, whose messages say what to do."""
     frames = [] if isinstance(error, NexrlError) else list(traceback.walk_tb(error.__traceback__))
-    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}" if frames else ""
+    file = frames[-1][0].f_code.co_filename if frames else ""
+    return f"{file}:{frames[-1][1]}" if file and not file.startswith("<") else ""  # <: Python's own import

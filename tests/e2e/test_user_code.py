@@ -128,8 +128,8 @@ async def test_a_run_whose_loss_raises_ends_with_what_failed_and_why_and_what_to
     *lines, to_do = ending.splitlines()
     line_number = 1 + (tmp_path / "mine.py").read_text().splitlines().index('    raise ValueError("no such column")')
     assert lines == [
-        f"trainer ended with exit code 10; {limit}. Last lines of its log:",
-        f"trainer: algorithm.loss mine:broken: ValueError ({tmp_path / 'mine.py'}:{line_number}): no such column",
+        "trainer ended with exit code 10: trainer: algorithm.loss mine:broken: "
+        f"ValueError ({tmp_path / 'mine.py'}:{line_number}): no such column; {limit}",
         f"The logs are in {run.folder / 'logs'}",
     ]
     _, _, to_resume = to_do.partition("Correct the cause, then resume from step 0 with: nexrl run ")

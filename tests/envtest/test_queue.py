@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nexrl.k8s.api import EXPERIMENT, JOB, POD, RESOURCE_FLAVOR, STATEFUL_SET, WORKLOAD, Api, ApiError, Kind
+from nexrl.k8s.api import EVENT, EXPERIMENT, JOB, POD, RESOURCE_FLAVOR, STATEFUL_SET, WORKLOAD, Api, ApiError, Kind
 from nexrl_controller.events import VersionCommitted
 from tests.envtest.conftest import CRD
 from tests.support.eventually import eventually
@@ -66,13 +66,22 @@ async def until_asked(api: Api, namespace: str) -> Object:
     return found
 
 
-async def answer(api: Api, namespace: str, **conditions: str) -> None:
+async def create_flavor(api: Api, name: str) -> list[Object]:
+    """Create the flavor of the nodes `pool: small`, and return what they tolerate."""
+    tolerations: list[Object] = [{"key": "pool", "operator": "Exists"}]
+    flavor = {"apiVersion": RESOURCE_FLAVOR.api_version, "kind": "ResourceFlavor", "metadata": {"name": name}}
+    body = {**flavor, "spec": {"nodeLabels": {"pool": "small"}, "tolerations": tolerations}}
+    await api.request("POST", RESOURCE_FLAVOR.path(), body=body)
+    return tolerations
+
+
+async def answer(api: Api, namespace: str, *, flavor: str = "small", **conditions: str) -> None:
     """What Kueue writes: conditions, and flavors for all pods."""
     listed = [
         {"type": kind, "status": status, "reason": "Test", "message": "as the test has it", "lastTransitionTime": NOW}
         for kind, status in conditions.items()
     ]
-    assigned = [{"name": name, "flavors": {"cpu": "small"}} for name in ("trainer", "rollout")]
+    assigned = [{"name": name, "flavors": {"cpu": flavor}} for name in ("trainer", "rollout")]
     status = {"status": {"conditions": listed, "admission": {"podSetAssignments": assigned}}}
     path = WORKLOAD.path(namespace, "queued-admission", "status")
     await api.request("PATCH", path, body=status, content_type="application/merge-patch+json")
@@ -81,10 +90,7 @@ async def answer(api: Api, namespace: str, **conditions: str) -> None:
 async def test_an_experiment_waits_for_its_queue_and_runs_where_that_says(
     api: Api, namespace: str, kubelet: Kubelet, kueue: None
 ) -> None:
-    tolerations = [{"key": "pool", "operator": "Exists"}]
-    flavor = {"apiVersion": RESOURCE_FLAVOR.api_version, "kind": "ResourceFlavor", "metadata": {"name": "small"}}
-    body = {**flavor, "spec": {"nodeLabels": {"pool": "small"}, "tolerations": tolerations}}
-    await api.request("POST", RESOURCE_FLAVOR.path(), body=body)
+    tolerations = await create_flavor(api, "small")
     services, document = Services(), experiment_object("queued", namespace)
     document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team-a"}
     async with services.serving(document) as controller, operating(api, namespace, services, kueue=True):
@@ -127,6 +133,39 @@ async def test_an_experiment_waits_for_its_queue_and_runs_where_that_says(
             return await api.get(WORKLOAD, namespace, "queued-admission") is None
 
         await eventually(is_free)
+
+
+async def test_a_flavor_that_is_edited_moves_no_pod_and_is_no_change_by_hand(
+    api: Api, namespace: str, kubelet: Kubelet, kueue: None
+) -> None:
+    await create_flavor(api, "edited")
+    services, document = Services(), experiment_object("queued", namespace)
+    document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team-a"}
+    async with services.serving(document):
+        async with operating(api, namespace, services, kueue=True):
+            await api.apply(document, manager="test")
+            await until_asked(api, namespace)
+            await answer(api, namespace, flavor="edited", QuotaReserved="True", Admitted="True")
+            await until_phase(api, namespace, "queued", "Starting")
+        await api.merge(RESOURCE_FLAVOR, "", "edited", {"spec": {"nodeLabels": {"pool": "large"}}})
+        by_hand = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 1}}}}
+        path = STATEFUL_SET.path(namespace, "queued-rollout")
+        query, content_type = {"fieldManager": "kubectl-patch"}, "application/strategic-merge-patch+json"
+        await api.request("PATCH", path, query=query, body=by_hand, content_type=content_type)
+        async with operating(api, namespace, services, kueue=True):  # one that has just started compares everything
+
+            async def corrections() -> list[str]:
+                events = (await api.list(EVENT, namespace))["items"]
+                return [event["message"] for event in events if event["reason"] == "DriftCorrected"]
+
+            await eventually(corrections)
+            [told] = await corrections()
+            assert (
+                "queued-rollout was changed by hand: spec.template.spec.terminationGracePeriodSeconds; put back" in told
+            )
+            rollouts = await api.get(STATEFUL_SET, namespace, "queued-rollout")
+            assert rollouts is not None
+            assert rollouts["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "small"}
 
 
 async def test_a_queue_without_kueue_is_not_passed_over(api: Api, namespace: str, kubelet: Kubelet) -> None:

@@ -162,9 +162,10 @@ async def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
 
 
 MAIN = """
-import asyncio, sys
+import asyncio, sys, time
 from nexrl.rpc.server import run_service
 async def start(process):
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600)  # a reward that does not return
     async def tell():
         await asyncio.sleep(0)
         print("ready", flush=True)
@@ -189,7 +190,10 @@ def test_a_service_process_ends_well_on_sigterm(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        try:
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Protocol
 
-from nexrl.errors import InvalidArgumentError
+from nexrl.errors import InvalidArgumentError, explain_exit
 from nexrl.restarts import action_after, backoff_seconds
 from nexrl_controller.attempts import Count, FailedAttempt, is_reported, moved, reaches, report
 from nexrl_controller.error_log import Severity
@@ -23,6 +23,7 @@ STALLED = "Stalled"
 MAX_METRICS = 1000
 MAX_LOG_LINES = 20
 MAX_LOG_CHARACTERS = 4000
+MAX_LAST_WORDS = 400
 
 
 class Event(Protocol):
@@ -184,8 +185,11 @@ class ComponentExited:
         return replace(state, exits={**state.exits, self.component: record})
 
     def _failed(self, state: State, last: ExitRecord, reason: str, why: str) -> State:
-        tail = "\n".join(self.log_tail.strip().splitlines()[-MAX_LOG_LINES:])[-MAX_LOG_CHARACTERS:]
-        message = f"{self._ending()}; {why}. Last lines of its log:\n{tail}"
+        lines = self.log_tail.strip().splitlines()[-MAX_LOG_LINES:]
+        # kubectl shows only the first line of a message.
+        message = f"{self._ending()}{''.join(f': {line[:MAX_LAST_WORDS]}' for line in lines[-1:])}; {why}"
+        if len(lines) > 1:
+            message += ". Last lines of its log:\n" + "\n".join(lines)[-MAX_LOG_CHARACTERS:]
         state = self._recorded(state, last, Verdict(restart=False))
         return state.ending(Phase.FAILED, reason, message)
 
@@ -203,9 +207,10 @@ class ComponentExited:
 
     def _ending(self) -> str:
         if self.exit_code >= 0:
-            return f"{self.component} ended with exit code {self.exit_code}"
+            return f"{self.component} ended with exit code {self.exit_code}{explain_exit(self.exit_code)}"
         names = {int(signal): signal.name for signal in Signals}
-        return f"{self.component} was ended by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
+        name = names.get(-self.exit_code, f"signal {-self.exit_code}")
+        return f"{self.component} was ended by {name}{explain_exit(self.exit_code)}"
 
 
 @dataclass(frozen=True)

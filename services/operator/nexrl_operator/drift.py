@@ -10,7 +10,7 @@ from typing import Any
 
 from nexrl.k8s.api import Api, ApiError
 from nexrl_operator.caches import Caches
-from nexrl_operator.experiment_state import ExperimentState
+from nexrl_operator.experiment_state import ExperimentState, Restored
 from nexrl_operator.objects import Object
 from nexrl_operator.observed import Observed
 from nexrl_operator.reporter import Reporter
@@ -19,10 +19,11 @@ from nexrl_operator.revisions import content, content_digest
 log = logging.getLogger(__name__)
 
 RESTORE_SECONDS = 60.0
-"""Shortest time between two restorations of one object: another program may insist on its change."""
+"""Time after a restoration until the next one of the object. It doubles while another program insists on its change."""
+MAX_RESTORE_SECONDS = 3600.0
 MAX_PATHS = 5
 
-Place = Callable[[Observed, Sequence[Object]], Awaitable[list[Object]]]
+Place = Callable[[Observed, Object], Awaitable[Object]]
 
 
 class Drift:
@@ -45,13 +46,11 @@ class Drift:
             live, key = observed.find(item), _key(item)
             if live is None or state.verified.get(key) == content_digest(live):
                 continue
-            remaining = state.restored_at.get(key, 0.0) + RESTORE_SECONDS - observed.now
-            if remaining > 0:
+            if (restored := state.restored.get(key)) and (remaining := restored.pause_until - observed.now) > 0:
                 delays.append(remaining)
                 continue
             try:
-                [placed] = await place(observed, [item])
-                await self._restore(observed, state, live, placed)
+                await self._restore(observed, state, live, await place(observed, item))
             except ApiError as error:  # perhaps of a new admission policy: what runs continues
                 log.info("%s %s: cannot be compared: %s", *key, error)
                 delays.append(RESTORE_SECONDS)
@@ -64,11 +63,19 @@ class Drift:
         if paths := list(changed_paths(content(live), content(expected))):
             expected = await self._api.apply(item)
             self._caches.note(expected)
-            state.restored_at[key] = observed.now
+            state.restored[key] = _restored(state.restored.get(key), observed.now)
             told = ", ".join(paths[:MAX_PATHS]) + (f" and {len(paths) - MAX_PATHS} more" * (len(paths) > MAX_PATHS))
             note = f"{key[0]} {key[1]} was changed by hand: {told}; put back. Change the experiment instead"
             await self._reporter.event(observed, "Warning", "DriftCorrected", note)
         state.verified[key] = content_digest(expected)
+
+
+def _restored(last: Restored | None, now: float) -> Restored:
+    """Return what to remember of a restoration at `now`."""
+    pause_seconds = RESTORE_SECONDS
+    if last and now < last.pause_until + last.pause_seconds:  # it did not stay restored for long
+        pause_seconds = min(2 * last.pause_seconds, MAX_RESTORE_SECONDS)
+    return Restored(now + pause_seconds, pause_seconds)
 
 
 def changed_paths(live: Any, expected: Any, path: str = "") -> Iterator[str]:

@@ -17,7 +17,7 @@ from nexrl_operator.object_names import NameTakenError, require_free_names
 from nexrl_operator.objects import Object
 from nexrl_operator.observed import WORKLOADS, Observed, attempt_of, component_of, has_finished, instances_of
 from nexrl_operator.plan import PREDECESSOR_SECONDS, Plan, Stage, soonest
-from nexrl_operator.queueing import QUEUE_LABEL, flavors_of, placed, queue_of
+from nexrl_operator.queueing import QUEUE_LABEL, flavors_of, nodes_before, nodes_of, placed, queue_of
 from nexrl_operator.reporter import Reporter
 from nexrl_operator.revisions import content_digest
 from nexrl_operator.status import Verdict
@@ -83,7 +83,7 @@ class Executor:
         refusal, delays = None, [plan.requeue_after_seconds]
         try:
             await self._change_objects(current)
-            delays.append(await self._drift.restore(observed, current.state, plan.compare, self._placed))
+            delays.append(await self._drift.restore(observed, current.state, plan.compare, self._placed_again))
         except (ApiError, FailedPreconditionError, InvalidArgumentError) as error:
             refusal = _refusal(error)  # perhaps of a change: what runs must be looked after all the same
         if self._clients.is_following(current.key) and observed.ready("controller"):
@@ -189,9 +189,16 @@ class Executor:
         names = {name for flavors in assigned.values() for name in flavors}
         flavors = {name: await self._api.get(RESOURCE_FLAVOR, "", name) or {} for name in names}
         return [
-            placed(item, flavors, assigned.get(component_of(item), [])) if item["kind"] in WORKLOADS else item
+            placed(item, nodes_of(flavors, assigned.get(component_of(item), []))) if item["kind"] in WORKLOADS else item
             for item in items
         ]
+
+    async def _placed_again(self, observed: Observed, item: Object) -> Object:
+        """Return the item with pods on the nodes that the living object was placed on."""
+        if (nodes := nodes_before(observed.find(item))) is not None:
+            return placed(item, nodes)
+        [item] = await self._placed(observed, [item])
+        return item
 
     # the experiment's controller -------------------------------------------------------------------------------------
 

@@ -3,6 +3,15 @@
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class Restored:
+    """An object that somebody had changed was put back."""
+
+    pause_until: float
+    """Unix time before which it is not put back again."""
+    pause_seconds: float
+
+
 @dataclass
 class ExperimentState:
     """Kept in memory only. A restarted operator begins with a new state."""
@@ -23,5 +32,5 @@ class ExperimentState:
     """Time at which the Secrets were applied last."""
     verified: dict[tuple[str, str], str] = field(default_factory=dict)
     """By kind and name: the digest of an object that is as the operator applied it."""
-    restored_at: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By kind and name: when a change made by hand was put back last."""
+    restored: dict[tuple[str, str], Restored] = field(default_factory=dict)
+    """By kind and name: how a change made by hand was put back last."""

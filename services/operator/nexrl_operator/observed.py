@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from signal import SIGKILL
 from typing import Any
 
 from pydantic.alias_generators import to_camel
 
 from nexrl.components import BY_NAME
+from nexrl.errors import explain_exit
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
     COMPONENT_LABEL,
@@ -19,6 +21,9 @@ from nexrl_operator.objects import (
 
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 MAX_LOG_TAIL = 4000
+MAX_LAST_WORDS = 400
+START_ERROR = "StartError"
+"""Reason of a container that never started: its program does not exist."""
 _ENDED = ("Succeeded", "Failed")
 MAIN_CONTAINER = "nexrl"
 """The first container that the operator renders."""
@@ -124,19 +129,25 @@ class Observed:
                 if ended := _container(pod, name).get("lastState", {}).get("terminated"):
                     request_id = f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}"
                     yield _exit(request_id, _instance_of(pod, name), ended, words(pod, name, ended))
+            # A Deployment keeps its evicted pods; after a restart of the operator they would count again.
+            if component_of(pod) in ("rollout", "inference") and (told := own_eviction(pod)):
+                yield Exit(f"{pod['metadata']['uid']}/evicted", instance_of(pod), -SIGKILL, told)
 
     def job_exit(self, job: Object) -> Exit:
         """Return how a Job ended."""
         uid = job["metadata"]["uid"]
         for pod in self._pods_of(job):
+            if told := own_eviction(pod):
+                return Exit(uid, "trainer", -SIGKILL, told)
             container = _container(pod)
             ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
             if ended:
                 return _exit(uid, "trainer", ended, words(pod, MAIN_CONTAINER, ended))
             if failed := _failed_container(pod):
                 name, ended = failed
-                told = f"the container {name} has ended, and its pod with it; correct it in {template_path(pod)}"
-                return _exit(uid, "trainer", ended, "\n".join(filter(None, [words(pod, name, ended), told])))
+                told = ending(pod, name, ended, "ended", f"; correct it in {template_path(pod)}")
+                first, _, log = told.partition("\n")
+                return _exit(uid, "trainer", ended, "\n".join(filter(None, [log, first])))
         is_complete = condition(job, "Complete").get("status") == "True"
         return Exit(uid, "trainer", 0 if is_complete else -9, "its pod has no exit code")
 
@@ -204,6 +215,18 @@ def job_of(pod: Object) -> str:
 def is_disrupted(pod: Object) -> bool:
     """Return whether a pod was evicted from its node, or was deleted."""
     return is_deleted(pod) or condition(pod, "DisruptionTarget").get("status") == "True"
+
+
+def own_eviction(pod: Object) -> str:
+    """Return why the kubelet evicted a pod that used more disk than its limit; "" for all other pods.
+
+    An eviction for lack of resources of the node has the condition DisruptionTarget, and is no fault of the pod.
+    """
+    status = pod.get("status", {})
+    if status.get("reason") != "Evicted" or condition(pod, "DisruptionTarget").get("status") == "True":
+        return ""
+    remedy = f"write less, or raise the sizeLimit of the volume in {template_path(pod)}.spec.volumes"
+    return f"evicted: {str(status.get('message', '')).strip()}; {remedy}"
 
 
 def attempt_of(item: Object) -> int:
@@ -284,8 +307,28 @@ def _failed_container(pod: Object) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def _exit(request_id: str, component: str, ended: Mapping[str, Any], log_tail: str) -> Exit:
+    return Exit(request_id, component, _own_code(ended), log_tail)
+
+
+def _own_code(ended: Mapping[str, Any]) -> int:
+    """Return the exit code, negative for the signal that ended it."""
     code = int(ended.get("exitCode", 0))
-    return Exit(request_id, component, 128 - code if code > 128 else code, log_tail)
+    return 128 - code if code > 128 else code
+
+
+def subject(pod: Object, container: str) -> str:
+    """Return the words for a container in messages."""
+    name = pod["metadata"]["name"]
+    return f"pod {name}" if container == MAIN_CONTAINER else f"container {container} of pod {name}"
+
+
+def ending(pod: Object, container: str, ended: Mapping[str, Any], how: str, remedy: str) -> str:
+    """Return how a container ended. The first line says it all, because kubectl shows no more; its log follows."""
+    told = words(pod, container, ended).splitlines()
+    hint = "" if ended.get("reason") in ("OOMKilled", START_ERROR) else explain_exit(_own_code(ended))
+    last = f": {told[-1][-MAX_LAST_WORDS:]}" if told else ""
+    first = f"{subject(pod, container)} {how} with exit code {ended.get('exitCode', 0)}{hint}{last}{remedy}"
+    return "\n".join([first, *(told if len(told) > 1 else [])])
 
 
 def words(pod: Object, container: str, ended: Mapping[str, Any]) -> str:
@@ -294,7 +337,7 @@ def words(pod: Object, container: str, ended: Mapping[str, Any]) -> str:
     said = str(ended.get("message", "")).strip()[-MAX_LOG_TAIL:]
     if reason == "OOMKilled":
         reason = f"OOMKilled: {_memory_remedy(pod, container)}"
-    return "\n".join(filter(None, [said, "" if reason in ("Completed", "Error") else reason]))
+    return "\n".join(filter(None, [said, "" if reason in ("Completed", "Error", START_ERROR) else reason]))
 
 
 def _memory_remedy(pod: Object, container: str) -> str:

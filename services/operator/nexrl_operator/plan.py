@@ -210,7 +210,8 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
     action = action_after(spec.failure_policy, newest.component, newest.exit_code)
     if ends and (action == "Fail" or (action == "Count" and ends > spec.failure_policy.max_restarts)):
         told = f"the controller ended {ends} times, the last time with exit code {newest.exit_code}"
-        return "RestartsExhausted", f"{told}. Last lines of its log:\n{newest.log_tail}"
+        last = "".join(f": {line}" for line in newest.log_tail.splitlines()[-1:])
+        return "RestartsExhausted", f"{told}{last}. Last lines of its log:\n{newest.log_tail}"
     return None
 
 

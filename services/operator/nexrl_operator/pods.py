@@ -45,6 +45,9 @@ class PodShape:
     requests: Mapping[str, str]
     memory_limit: str = ""
     """Unless the user's template names memory; "": none, because the size of the model decides."""
+    volume_size: str = "4Gi"
+    """Largest content of each volume on the node's disk. A pod can write nothing else there but logs, which the kubelet
+    rotates: its root file system is read-only."""
     grace_seconds: int = 75
     has_run_folder: bool = False
     has_shared_memory: bool = False
@@ -52,18 +55,19 @@ class PodShape:
 
 SHAPES: Mapping[str, PodShape] = {
     "controller": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi", has_run_folder=True),
-    "data-reader": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "8Gi"),
+    "data-reader": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "8Gi", "32Gi"),
     "trajectory-pool": PodShape("control", {"cpu": "100m", "memory": "128Mi"}, "8Gi"),
     "weight-sync": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi"),
     "trainer": PodShape(
         "trainer",
         {"cpu": "200m", "memory": "1Gi"},
+        volume_size="64Gi",
         grace_seconds=120,
         has_run_folder=True,
         has_shared_memory=True,
     ),
-    "inference": PodShape("inference", {"cpu": "200m", "memory": "1Gi"}, has_shared_memory=True),
-    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}, "16Gi"),
+    "inference": PodShape("inference", {"cpu": "200m", "memory": "1Gi"}, volume_size="64Gi", has_shared_memory=True),
+    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}, "16Gi", "32Gi"),
 }
 
 
@@ -84,6 +88,7 @@ class PodTemplates:
         pod: Object = lay_over(rendered, template)
         for each in (component, *_beside(component)):
             _limit_memory(pod, container_of(each), SHAPES[each.name])
+        _keep_last_words(pod)
         pod["metadata"]["labels"] |= self.owner.labels(name)  # a template must not change those that select the pods
         return pod
 
@@ -106,6 +111,11 @@ class PodTemplates:
             "containers": containers,
             "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         }
+        if component.has_replicas and component.name != "trainer":  # a gang prefers to be close together
+            # Preferred only: a cluster with one node runs them all.
+            spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+            selector = {"labelSelector": {"matchLabels": self.owner.selector(component.name)}}
+            spec["topologySpreadConstraints"] = [spread | selector]
         if self.settings.service_account:
             spec["serviceAccountName"] = self.settings.service_account
         metadata = {"labels": self.owner.labels(component.name), "annotations": _annotations(component.name)}
@@ -124,8 +134,6 @@ class PodTemplates:
             "env": [*instance, *self._environment(component)],
             "resources": {"requests": dict(shape.requests)},
             "securityContext": CONTAINER_SECURITY,
-            # When the container fails, its message is the end of its log: ReportExit carries it.
-            "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [_mount(name, path, source) for name, (path, source) in volumes.items()],
             **({} if component.beside else {"ports": self._ports(component.name), **_probes(component)}),
         }
@@ -188,13 +196,13 @@ class PodTemplates:
     def _volumes(self, component: str) -> Iterator[tuple[str, tuple[Path, Object]]]:
         name, shape = self.owner.name, SHAPES[component]
         yield self._experiment_volume()
-        yield "tmp", (Path("/tmp"), {"emptyDir": {}})
+        yield "tmp", (Path("/tmp"), {"emptyDir": {"sizeLimit": shape.volume_size}})
         yield "sockets", (Path("/run/nexrl"), {"emptyDir": {"medium": "Memory", "sizeLimit": SOCKETS_SIZE}})
         claim = {"persistentVolumeClaim": {"claimName": f"{name}-run"}}
         if self._mounts_run(component):
             yield "run", (RUN_FOLDER, claim)
         else:
-            yield "run", (RUN_FOLDER, {"emptyDir": {}})
+            yield "run", (RUN_FOLDER, {"emptyDir": {"sizeLimit": shape.volume_size}})
             if self._is_shared:  # user code of rollouts must not reach the checkpoints
                 yield LOGS_FOLDER, (RUN_FOLDER / LOGS_FOLDER, claim)
         if shape.has_shared_memory:
@@ -207,7 +215,7 @@ class PodTemplates:
     def _volumes_beside(self, component: Component) -> Iterator[tuple[str, tuple[Path, Object]]]:
         """Yield the volumes of a container with user code: none that the container beside it writes or trusts."""
         yield self._experiment_volume()
-        yield f"{component.name}-tmp", (Path("/tmp"), {"emptyDir": {}})
+        yield f"{component.name}-tmp", (Path("/tmp"), {"emptyDir": {"sizeLimit": SHAPES[component.name].volume_size}})
         # Where a volume is mounted, Kubernetes mounts no token of the ServiceAccount.
         yield f"{component.name}-no-token", (TOKEN_FOLDER, {"emptyDir": {}})
         yield from self._tls_volume()
@@ -285,6 +293,17 @@ def _limit_memory(pod: Object, container: str, shape: PodShape) -> None:
         # A default limit below a request of the user would make the API server refuse the pod.
         if _is_mapping(asked) and _is_mapping(limits) and asked.get("memory") == shape.requests["memory"]:
             each["resources"] = {**resources, "limits": {"memory": shape.memory_limit, **limits}}
+
+
+def _keep_last_words(pod: Object) -> None:
+    """Have the end of each failed container's log in its status, where ReportExit takes it from.
+
+    Also of the containers that the user's template adds.
+    """
+    for kind in ("initContainers", "containers"):
+        containers = pod["spec"].get(kind)
+        for each in filter(_is_mapping, containers if isinstance(containers, list) else []):
+            each.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
 
 
 def _is_mapping(value: object) -> bool:

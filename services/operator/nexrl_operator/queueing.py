@@ -3,15 +3,18 @@
 The Workload says what all pods need, Kueue on which kinds of nodes they may run. An evicted experiment is suspended.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping, Sequence
 
 from nexrl.errors import InvalidArgumentError
-from nexrl_operator.objects import Object, Owner
+from nexrl_operator.objects import GROUP, Object, Owner
 from nexrl_operator.observed import condition, seconds
 
 API_VERSION = "kueue.x-k8s.io/v1beta2"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+NODES = f"{GROUP}/nodes"
+"""Annotation with the nodes that an object was placed on. A flavor that is edited later moves nothing that runs."""
 
 
 def queue_of(resource: Object) -> str:
@@ -67,28 +70,41 @@ def flavors_of(workload: Object) -> dict[str, list[str]]:
     }
 
 
-def placed(workload: Object, flavors: Mapping[str, Object], names: list[str]) -> Object:
-    """Return the workload with pods that run on the nodes of these flavors.
+def nodes_of(flavors: Mapping[str, Object], names: Sequence[str]) -> Object:
+    """Return the labels and tolerations of these flavors."""
+    specs = [flavors[name].get("spec", {}) for name in names]
+    labels = [[key, value] for spec in specs for key, value in spec.get("nodeLabels", {}).items()]
+    return {"nodeLabels": labels, "tolerations": [each for spec in specs for each in spec.get("tolerations", [])]}
+
+
+def nodes_before(live: Object | None) -> Object | None:
+    """Return the nodes that an object was placed on when it was applied; None if it says nothing."""
+    told = (live or {}).get("metadata", {}).get("annotations", {}).get(NODES)
+    nodes: Object | None = json.loads(told) if told else None
+    return nodes
+
+
+def placed(workload: Object, nodes: Object) -> Object:
+    """Return the workload with pods that run on these nodes, and an annotation with the nodes.
 
     Raises InvalidArgumentError if its template asks for other nodes.
     """
-    pod = workload["spec"]["template"]
+    metadata, pod = workload["metadata"], workload["spec"]["template"]
     spec = pod["spec"]
-    selector, tolerations = dict(spec.get("nodeSelector", {})), list(spec.get("tolerations", []))
-    for key, value in _node_labels(flavors, names):
+    selector = dict(spec.get("nodeSelector", {}))
+    for key, value in nodes["nodeLabels"]:
         if selector.setdefault(key, value) != value:
             raise InvalidArgumentError(
                 f"nodeSelector {key}: the template asks for {selector[key]}, the queue has assigned {value}; remove it"
             )
-    for name in names:
-        tolerations += flavors[name].get("spec", {}).get("tolerations", [])
+    tolerations = [*spec.get("tolerations", []), *nodes["tolerations"]]
     template = {**pod, "spec": {**spec, "nodeSelector": selector, "tolerations": tolerations}}
-    return {**workload, "spec": {**workload["spec"], "template": template}}
-
-
-def _node_labels(flavors: Mapping[str, Object], names: list[str]) -> Iterator[tuple[str, str]]:
-    for name in names:
-        yield from flavors[name].get("spec", {}).get("nodeLabels", {}).items()
+    annotations = {**metadata.get("annotations", {}), NODES: json.dumps(nodes)}
+    return {
+        **workload,
+        "metadata": {**metadata, "annotations": annotations},
+        "spec": {**workload["spec"], "template": template},
+    }
 
 
 def _holds(workload: Object, kind: str) -> bool:

@@ -7,26 +7,32 @@ the API server refuses.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+from nexrl.components import COMPONENTS
 from nexrl_operator.objects import Object
 from nexrl_operator.observed import (
     MAIN_CONTAINER,
     REPORTED_CONTAINERS,
+    START_ERROR,
     Observed,
     component_of,
     condition,
+    ending,
     experiment_of,
     has_ended,
     has_finished,
     is_deleted,
     seconds,
+    subject,
     template_path,
-    words,
 )
 
 START_SECONDS = 45.0
-"""Time after which a container that runs and does not answer its startup probe is named."""
+"""Time after which a container that runs and is not ready is named."""
+_ORDER = {component.name: number for number, component in enumerate(COMPONENTS)}
+"""Those that others wait for come first."""
 _HOPELESS = {
     "CreateContainerConfigError": "refers to an object that does not exist",
     "CreateContainerError": "cannot be created",
@@ -56,13 +62,15 @@ class Trouble:
 
 
 def find_trouble(observed: Observed) -> Trouble | None:
-    """Return the first reason found why a pod does not run or is not created; None if there is none."""
-    for pod in sorted(observed.pods, key=lambda pod: str(pod["metadata"]["name"])):
-        if has_ended(pod) or is_deleted(pod):
-            continue
-        if (found := _trouble_of(pod, observed.warnings, observed.now)) is not None:
-            return found
-    return next(_uncreated(observed), None)
+    """Return the first reason found why a pod does not run or is not created; None if there is none.
+
+    A pod that is only slow is named if no other has a cause: it may wait for that one.
+    """
+    pods = [pod for pod in observed.pods if not has_ended(pod) and not is_deleted(pod)]
+    pods.sort(key=lambda pod: (_ORDER.get(component_of(pod), 0), str(pod["metadata"]["name"])))
+    causes = (_trouble_of(pod, observed.warnings) for pod in pods)
+    slow = (_slow_start(pod, observed.now) for pod in pods)
+    return next(filter(None, chain(causes, _uncreated(observed), slow)), None)
 
 
 def next_trouble_seconds(observed: Observed) -> float | None:
@@ -75,7 +83,7 @@ def next_trouble_seconds(observed: Observed) -> float | None:
 # pods -----------------------------------------------------------------------------------------------------------------
 
 
-def _trouble_of(pod: Object, warnings: Mapping[str, Sequence[Object]], now: float) -> Trouble | None:
+def _trouble_of(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Trouble | None:
     name = pod["metadata"]["name"]
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
@@ -85,24 +93,26 @@ def _trouble_of(pod: Object, warnings: Mapping[str, Sequence[Object]], now: floa
     for status in (*containers[0], *containers[1]):
         if (found := _trouble_of_container(pod, status)) is not None:
             return found
-    return _mount_trouble(pod, warnings) or _slow_start(pod, *containers, now)
+    return _mount_trouble(pod, warnings) or _endless_init(pod, *containers)
 
 
 def _trouble_of_container(pod: Object, status: Mapping[str, Any]) -> Trouble | None:
     container, state = status["name"], status.get("state", {})
     waiting, ended = state.get("waiting", {}), state.get("terminated", {})
-    reason = waiting.get("reason", "")
+    reason, last = waiting.get("reason", ""), status.get("lastState", {}).get("terminated") or {}
+    # Between two ends it runs for a moment: that is no news. One that has answered its startup probe is not named.
+    keeps_ending = last.get("exitCode") and status.get("started") is False and (not waiting or reason in _HOPELESS)
+    if keeps_ending or (reason == "CrashLoopBackOff" and last):
+        why = START_ERROR if last.get("reason") == START_ERROR else "CrashLoopBackOff"
+        told = ending(pod, container, last, "keeps ending, the last time", _remedy(pod, why, "", container))
+        return Trouble("CrashLoopBackOff", told)
     if reason in _HOPELESS:
-        message = f"{_subject(pod, container)} {_HOPELESS[reason]}: {waiting.get('message', '')}"
-        last = status.get("lastState", {}).get("terminated") or {}
-        code = f"exit code {last['exitCode']}" if "exitCode" in last else ""
-        told = [message + _remedy(pod, reason, message, container), words(pod, container, last), code]
-        return Trouble(reason, "\n".join(filter(None, told)))
+        message = f"{subject(pod, container)} {_HOPELESS[reason]}: {waiting.get('message', '')}"
+        return Trouble(reason, message + _remedy(pod, reason, message, container))
     # The ends of these are reported to the controller, which decides about them.
     if ended.get("exitCode") and container not in REPORTED_CONTAINERS:
-        message = f"{_subject(pod, container)} has ended with exit code {ended['exitCode']}"
-        told = [message + _remedy(pod, "", message, container), words(pod, container, ended)]
-        return Trouble("ContainerFailed", "\n".join(filter(None, told)))
+        told = ending(pod, container, ended, "has ended", _remedy(pod, "", "", container))
+        return Trouble("ContainerFailed", told)
     return None
 
 
@@ -118,31 +128,38 @@ def _mount_trouble(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Tro
     return Trouble(event["reason"], message + _remedy(pod, event["reason"], message))
 
 
-def _slow_start(
-    pod: Object, init: Sequence[Mapping[str, Any]], main: Sequence[Mapping[str, Any]], now: float
-) -> Trouble | None:
-    """Return what a pod waits for whose containers run: an init container, or code that never gets ready."""
-    if any(each.get("state", {}).get("waiting", {}).get("reason") == "PodInitializing" for each in main):
-        running = next((each for each in init if "running" in each.get("state", {}) and not each.get("started")), None)
-        if running is not None:
-            log = f"`kubectl logs {pod['metadata']['name']} --container={running['name']}` shows what it does"
-            message = f"{_subject(pod, running['name'])} is an init container that has not ended; {log}"
+def _endless_init(pod: Object, init: Sequence[Mapping[str, Any]], main: Sequence[Mapping[str, Any]]) -> Trouble | None:
+    """Return the init container that the others wait for."""
+    if all(each.get("state", {}).get("waiting", {}).get("reason") != "PodInitializing" for each in main):
+        return None
+    initial = pod.get("spec", {}).get("initContainers", [])
+    sidecars = {each["name"] for each in initial if each.get("restartPolicy") == "Always"}
+    for each in init:
+        if "running" in each.get("state", {}) and each["name"] not in sidecars:
+            log = f"`kubectl logs {pod['metadata']['name']} --container={each['name']}` shows what it does"
+            message = f"{subject(pod, each['name'])} is an init container that has not ended; {log}"
             return Trouble("InitContainerRunning", message)
-    for status in main:
+    return None
+
+
+def _slow_start(pod: Object, now: float) -> Trouble | None:
+    """Return the container that has run for a while and is not ready."""
+    for status in _statuses(pod):
         if _starting_seconds(status, now) >= START_SECONDS:
             since, name = status["state"]["running"]["startedAt"], pod["metadata"]["name"]
             log = f"`kubectl logs {name} --container={status['name']}` shows what it does"
-            message = (
-                f"{_subject(pod, status['name'])} runs since {since} and does not answer yet: it loads a model, or"
-            )
-            return Trouble("NotStarted", f"{message} code that it imports does not end; {log}")
+            message = f"{subject(pod, status['name'])} runs since {since} and is not ready: it waits for others,"
+            return Trouble("NotStarted", f"{message} loads a model, or code that it imports does not end; {log}")
     return None
 
 
 def _starting_seconds(status: Mapping[str, Any], now: float) -> float:
-    """Return how long a container has run without being started; 0 if it is started or does not run."""
+    """Return how long a container has run without being ready; 0 if it is ready or does not run.
+
+    The startup probe says less: the port that it asks is open before code of the user is imported.
+    """
     running = status.get("state", {}).get("running", {})
-    if status.get("started", True) or status.get("ready") or "startedAt" not in running:
+    if status.get("ready") or "startedAt" not in running:
         return 0.0
     return max(0.0, now - seconds(running["startedAt"]))
 
@@ -180,18 +197,14 @@ def _time_of(event: Object) -> float:
 # texts ----------------------------------------------------------------------------------------------------------------
 
 
-def _subject(pod: Object, container: str) -> str:
-    name = pod["metadata"]["name"]
-    return f"pod {name}" if container == MAIN_CONTAINER else f"container {container} of pod {name}"
-
-
 def _remedy(item: Object, reason: str, message: str, container: str = "") -> str:
     """Return what to do, as the end of a sentence; "" if the message says all."""
     template = template_path(item)
     if missing := _MISSING.search(message):
         what = f"{_KINDS[missing['kind'].lower()]} {missing['name']}"
         if missing["name"].removeprefix(f"{experiment_of(item)}-") in _OWN:
-            return f"; the operator creates the {what} within a minute"
+            issued = f"; with cert-manager, `kubectl describe certificate {missing['name']}` says why it does not exist"
+            return f"; the operator creates the {what} within a minute" + issued * missing["name"].endswith("-tls")
         return f"; create the {what} in the namespace {item['metadata'].get('namespace')}, or correct {template}"
     if "image" in reason.lower():
         return f"; correct the image in {template}, the chart's images, or the pod's imagePullSecrets"

@@ -53,8 +53,12 @@ class Child:
     async def run(self) -> int:
         """Start the process and wait for its end; returns the exit code, negative for a signal."""
         async with self._spawning:
-            self._process = await self._spawn()
-        return await self._process.wait()
+            process = self._process = await self._spawn()
+        code = await process.wait()
+        # Code of the user may have forked: what it left behind would hold memory and GPUs, and run forever.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return code
 
     async def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM, then SIGKILL if the process is still running after `grace_seconds`."""

@@ -314,7 +314,8 @@ def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -
         experiment = load_resolved(settings.experiment_file)
         kept_in = log_path(settings.run_dir, settings.instance) if settings.keeps_log else None
         configure_logging(experiment.metadata.name, settings.instance, settings.log_level, kept_in)
-        asyncio.run(_run(role, settings, experiment, start))
+        # It is never closed: that would wait for threads of the user, such as a reward that does not return.
+        asyncio.Runner().run(_run(role, settings, experiment, start))
     except NexrlError as error:
         log.critical("%s", error)
         sys.stdout.write(f"{role}: {error}\n")

@@ -106,7 +106,9 @@ def test_a_component_that_ends_is_started_again_and_the_phase_comes_back() -> No
     restarting = after(exited("rollout-1", -9), state=validating)
     assert restarting.phase is Phase.RESTARTING
     assert restarting.message == (
-        "rollout-1 was ended by SIGKILL; it restarts in 0.5 s; restart 1 of 3 without a new checkpoint"
+        "rollout-1 was ended by SIGKILL; unless somebody killed it, it used too much memory or disk; "
+        "it restarts in 0.5 s; "
+        "restart 1 of 3 without a new checkpoint"
     )
     back = after(ComponentAlive("rollout-1"), state=restarting)
     assert (back.phase, back.reason) == (Phase.VALIDATING, "ComponentAlive")
@@ -168,7 +170,7 @@ def test_too_many_restarts_fail_with_component_exit_code_and_log() -> None:
     log_tail = "\n".join(f"line {number}" for number in range(100))
     state = after(*RUNNING, exited(exit_code=1, log_tail=log_tail), under=rules(failurePolicy={"maxRestarts": 0}))
     assert (state.outcome, state.reason) == (Phase.FAILED, "ComponentFailed")
-    assert "trainer ended with exit code 1" in state.message
+    assert state.message.startswith("trainer ended with exit code 1: line 99; it was restarted 0 times")
     assert state.message.endswith("line 98\nline 99")
     assert "line 79" not in state.message
     assert state.exits["trainer"].verdict == Verdict(restart=False)

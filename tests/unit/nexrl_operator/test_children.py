@@ -233,6 +233,34 @@ def test_a_template_that_is_no_pod_is_rendered_for_the_api_server_to_refuse(cont
     assert made.workloads(1)["rollout"]["spec"]["template"]["spec"]["containers"]
 
 
+def test_replicas_are_spread_over_nodes_as_the_template_says() -> None:
+    made = {name: item["spec"]["template"]["spec"] for name, item in renderer().workloads(1).items()}
+    spread = {
+        name: spec["topologySpreadConstraints"] for name, spec in made.items() if "topologySpreadConstraints" in spec
+    }
+    assert spread.keys() == {"trajectory-pool", "inference", "rollout"}
+    [constraint] = spread["rollout"]
+    assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert constraint["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "rollout"
+    required = {"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}
+    template = {"spec": {"topologySpreadConstraints": [required], "priorityClassName": "training"}}
+    changed = renderer(rollout={"maxNewTokens": 8, "template": template}).workloads(1)["rollout"]
+    spec = changed["spec"]["template"]["spec"]
+    assert spec["topologySpreadConstraints"] == [constraint | required]
+    assert spec["priorityClassName"] == "training"
+
+
+def test_volumes_on_the_disk_of_a_node_have_a_size_that_a_template_replaces() -> None:
+    sizes = {"trainer": "64Gi", "inference": "64Gi", "rollout": "32Gi"}
+    for name, item in renderer().workloads(1).items():
+        volumes = [each for each in item["spec"]["template"]["spec"]["volumes"] if "emptyDir" in each]
+        on_disk = {each["emptyDir"]["sizeLimit"] for each in volumes if "medium" not in each["emptyDir"]}
+        assert on_disk == {sizes.get(name, "4Gi")}
+    template = {"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "900Gi"}}]}}
+    trainer = renderer(trainer={"steps": 4, "template": template}).workloads(1)["trainer"]
+    assert {"name": "tmp", "emptyDir": {"sizeLimit": "900Gi"}} in trainer["spec"]["template"]["spec"]["volumes"]
+
+
 def test_volumes_in_memory_have_a_size_that_a_template_replaces() -> None:
     volume = {"name": "shared-memory", "emptyDir": {"sizeLimit": "64Gi"}}
     made = renderer(trainer={"steps": 4, "template": {"spec": {"volumes": [volume]}}}).workloads(1)

@@ -68,6 +68,23 @@ def test_the_end_of_a_data_reader_is_an_exit_of_its_own_and_its_pool_lives() -> 
     assert instances_of(of_two) == ["x-trajectory-pool-0", "x-trajectory-pool-0-data-reader"]
 
 
+def test_an_eviction_for_the_disk_that_a_pod_uses_itself_is_its_fault() -> None:
+    made = renderer()
+    now, message = observed(made), 'Usage of EmptyDir volume "tmp" exceeds the limit "32Gi". '
+    [job] = now.workloads("trainer")
+    own = {"phase": "Failed", "reason": "Evicted", "message": message, "conditions": []}
+    rollout, trainer, other = pod(made, "rollout", **own), pod(made, "trainer", **own), pod(made, "weight-sync", **own)
+    pressed = [{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}]
+    drained = pod(made, "rollout", **(own | {"conditions": pressed}))
+    now = replace(now, pods=[rollout, trainer, other, drained])
+    [exit] = make_plan(now, made).exits
+    assert (exit.component, exit.exit_code) == ("x-rollout-0", -9)
+    assert exit.log_tail.startswith('evicted: Usage of EmptyDir volume "tmp" exceeds the limit "32Gi".; write less, or')
+    assert exit.log_tail.endswith("raise the sizeLimit of the volume in spec.rollout.template.spec.volumes")
+    assert not now.is_disrupted(job)
+    assert (now.job_exit(job).exit_code, "spec.trainer.template" in now.job_exit(job).log_tail) == (-9, True)
+
+
 @pytest.mark.parametrize(
     ("exit_code", "restarts", "rules", "is_failed"),
     [

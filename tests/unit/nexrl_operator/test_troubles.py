@@ -41,6 +41,10 @@ def running(name: str, seconds: float, *, is_started: bool) -> Object:
     return {"name": name, "state": state, "started": is_started, "ready": is_started}
 
 
+def again(name: str, seconds: float, **last: Any) -> Object:
+    return {**running(name, seconds, is_started=False), "lastState": {"terminated": last}}
+
+
 def warning(reason: str, message: str, ago: float = 5) -> Object:
     return {"metadata": {"name": "e"}, "reason": reason, "message": message, "lastTimestamp": rfc3339(NOW - ago)}
 
@@ -85,8 +89,35 @@ NO_CLAIM = [{"type": "PodScheduled", "status": "False", "message": 'persistentvo
         pytest.param(
             pod("rollout", waiting("CrashLoopBackOff", "back-off", exitCode=3, message="mine.py, line 4: KeyError")),
             "CrashLoopBackOff",
-            ["pod x-rollout-0 keeps ending", "mine.py, line 4: KeyError", "exit code 3"],
+            ["pod x-rollout-0 keeps ending, the last time with exit code 3: mine.py, line 4: KeyError"],
             id="exits at import",
+        ),
+        pytest.param(
+            pod("rollout", waiting("CrashLoopBackOff", exitCode=42, message="import torch\nhalf of a line")),
+            "CrashLoopBackOff",
+            [
+                "with exit code 42, which is none of NexRL: your code or a library ended the process: half of a line\n"
+                "import torch\nhalf of a line"
+            ],
+            id="exits on its own",
+        ),
+        pytest.param(
+            pod("rollout", waiting("CrashLoopBackOff", exitCode=134, message="Failed to start a thread")),
+            "CrashLoopBackOff",
+            ["134; a library aborted, perhaps because no more processes were allowed (podPidsLimit): Failed to start"],
+            id="forks without end",
+        ),
+        pytest.param(
+            pod("rollout", again("nexrl", 2, exitCode=3, message="mine.py, line 4: KeyError")),
+            "CrashLoopBackOff",
+            ["keeps ending, the last time with exit code 3: mine.py, line 4: KeyError"],
+            id="runs between two ends",
+        ),
+        pytest.param(
+            pod("rollout", waiting("CrashLoopBackOff", exitCode=128, reason="StartError", message='exec: "typo"')),
+            "CrashLoopBackOff",
+            ['exec: "typo"; correct the container nexrl in spec.rollout.template'],
+            id="no such program",
         ),
         pytest.param(
             pod("rollout", waiting("CrashLoopBackOff", exitCode=137, reason="OOMKilled"), spec=LIMITED),
@@ -109,7 +140,7 @@ NO_CLAIM = [{"type": "PodScheduled", "status": "False", "message": 'persistentvo
             id="init container that fails",
         ),
         pytest.param(
-            pod("trainer", waiting("PodInitializing"), init=running("fetch", 3, is_started=False)),
+            pod("trainer", waiting("PodInitializing"), init=running("fetch", 3, is_started=True)),
             "InitContainerRunning",
             ["container fetch of pod x-trainer-0", "`kubectl logs x-trainer-0 --container=fetch`"],
             id="init container that waits",
@@ -121,7 +152,7 @@ NO_CLAIM = [{"type": "PodScheduled", "status": "False", "message": 'persistentvo
             id="sidecar",
         ),
         pytest.param(
-            pod("rollout", running("nexrl", START_SECONDS, is_started=False)),
+            pod("rollout", {**running("nexrl", START_SECONDS, is_started=False), "started": True}),
             "NotStarted",
             ["pod x-rollout-0 runs since", "code that it imports does not end", "--container=nexrl"],
             id="loops at import",
@@ -144,7 +175,8 @@ def test_status_names_object_cause_and_remedy(item: Object, reason: str, parts: 
         ),
         (
             'MountVolume.SetUp failed for volume "tls" : secret "x-tls" not found',
-            "the operator creates the Secret x-tls",
+            "the operator creates the Secret x-tls within a minute; with cert-manager, "
+            "`kubectl describe certificate x-tls` says why it does not exist",
         ),
     ],
 )
@@ -201,4 +233,6 @@ def test_pod_that_fails_before_its_main_container_starts_tells_the_controller_wh
     failed["metadata"]["labels"]["batch.kubernetes.io/job-name"] = "x-trainer-1"
     exit = observed(failed).job_exit({"metadata": {"name": "x-trainer-1", "uid": "job"}})
     assert exit.exit_code == 7
-    assert exit.log_tail.startswith("no such bucket\nthe container fetch has ended")
+    assert exit.log_tail == (
+        "container fetch of pod x-trainer-0 ended with exit code 7: no such bucket; correct it in spec.trainer.template"
+    )
