@@ -171,7 +171,11 @@ guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fai
 	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
 
 .PHONY: soak
-soak: mutants guide-mutants chaos fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages
+soak: mutants guide-mutants chaos trainer-kills fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages
+
+.PHONY: trainer-kills
+trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for each boundary; and KILLS=100 times at random
+	NEXRL_TRAINER_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 2 tests/integration/test_trainer_kills.py
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Send random messages to the RPCs of running services: CALLS=35000 for each process, SEED=0

@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from tests.support.trainer_process import Suicide
 from tests.support.trainers import Call, Death, World, running_world
 
 KILLED, CONTRADICTED, NOTHING_FITS = -9, 8, 4
-STEPS, LOSS_STEPS, EVERY_STEPS, BATCH_SIZE = 24, 12, 2, 4
+LOSS_STEPS, EVERY_STEPS, BATCH_SIZE = 12, 2, 4
 RANDOM_KILLS = int(os.environ.get("NEXRL_TRAINER_KILLS", "8"))
 
 CALLS = (
@@ -39,6 +38,7 @@ CALLS = (
     "CommitCheckpoint",
 )
 BOUNDARIES = [(name, is_seen) for name in CALLS for is_seen in (False, True)]
+STEPS = len(BOUNDARIES) + EVERY_STEPS  # a death at each boundary, and a checkpoint after all of them
 
 
 def experiment(name: str, steps: int = STEPS) -> Experiment:
@@ -132,7 +132,7 @@ async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_wa
 ) -> None:
     whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole")
     async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name)) as world:
-        for step, (name, is_seen) in zip(range(STEPS - 2), cycle(BOUNDARIES), strict=False):
+        for step, (name, is_seen) in enumerate(BOUNDARIES):
             assert await world.live(death(name, step, is_seen)) == KILLED
         assert await world.live() == 0
         await assert_same_run(world, whole)
@@ -149,7 +149,7 @@ async def test_a_trainer_killed_at_one_boundary_of_every_step_makes_the_run_of_o
 ) -> None:
     whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole")
     async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name)) as world:
-        for step in range(STEPS - 2):
+        for step in range(len(BOUNDARIES)):
             if name == "ResumeFromCheckpoint" or step >= len(world.steps):  # else the death before came that late
                 assert await world.live(death(name, step, is_seen)) == KILLED
         assert await world.live() == 0

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import config
@@ -237,6 +238,8 @@ class Api:
 async def connect_cluster() -> AsyncIterator[Api]:
     """Connect to the cluster of KUBECONFIG (or ~/.kube/config), or of this pod. Raises FailedPreconditionError."""
     configuration = Configuration()
+    # Else each request reads the environment and ~/.netrc again, and sends the API server a password from there.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
         namespace = await _configure(configuration)
     except (ConfigException, OSError) as error:
