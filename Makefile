@@ -174,8 +174,8 @@ guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fai
 soak: mutants guide-mutants chaos fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) ## Send random messages to the RPCs of running services: CALLS=35000 for each process, SEED=0
-	NEXRL_FUZZ_CALLS=$(or $(CALLS),35000) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
+fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=20000 for each of five processes, SEED=0
+	NEXRL_FUZZ_CALLS=$(or $(CALLS),20000) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
 
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill processes of a real run at random: KILLS=100 SEED=0, RESULT=FILE for the result as JSON
