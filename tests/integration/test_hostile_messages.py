@@ -160,9 +160,10 @@ async def send_oversized(channel: grpc.aio.Channel, method: Any) -> None:
     """Send a message above the limit of the method. Fails if it is not refused with its size and the limit."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     size = min(request_limit_bytes(path), MAX_PIECE_BYTES) + 1
+    stub: Any = channel.unary_stream(path)
     with pytest.raises(
         grpc.aio.AioRpcError, match=rf"{size} bytes; {path} takes at most|larger than max \({size} vs"
     ) as no:
-        async for _ in channel.unary_stream(path)(bytes(size), timeout=20):
+        async for _ in stub(bytes(size), timeout=20):
             pass
     assert no.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)

@@ -93,8 +93,9 @@ async def call_in_pieces(
     """
     content = request.SerializeToString()
     pieces = [content[at : at + MAX_PIECE_BYTES] for at in range(0, len(content), MAX_PIECE_BYTES)]
-    send = channel.stream_unary(method, response_deserializer=response)
-    return await call(send, pieces, timeout_seconds=timeout_seconds)
+    send: Any = channel.stream_unary(method, response_deserializer=response)
+    answer: ResponseT = await call(send, pieces, timeout_seconds=timeout_seconds)
+    return answer
 
 
 async def watch(

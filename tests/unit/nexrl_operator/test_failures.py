@@ -87,7 +87,8 @@ def ended_controller(made: Renderer, exit_code: int, ends: int, *, step: int = 0
 
 
 def test_ends_of_the_controller_count_since_the_newest_step_and_without_those_for_lack_of_redis() -> None:
-    made, status = renderer(failurePolicy={"maxRestarts": 2}), {}
+    made = renderer(failurePolicy={"maxRestarts": 2})
+    status: dict[str, Any] = {}
     for restarts, (exit_code, step, counted) in enumerate(
         [(6, 0, 0), (1, 0, 1), (6, 0, 1), (6, 0, 1), (1, 0, 2), (1, 5, 1), (1, 5, 2), (6, 5, 2)], start=1
     ):
@@ -121,7 +122,8 @@ def disrupted(made: Renderer, attempt: int, step: int, **status: Any) -> Observe
 
 
 def test_disruptions_without_a_new_step_are_counted_and_end_the_experiment_at_a_limit() -> None:
-    made, status = renderer(), {}
+    made = renderer()
+    status: dict[str, Any] = {}
     for attempt in range(1, MAX_DISRUPTIONS + 1):
         now = disrupted(made, attempt, 7, **status)
         assert setbacks(now, made.experiment.spec.failure_policy).disruptions == attempt
