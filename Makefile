@@ -178,8 +178,8 @@ trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for 
 	NEXRL_TRAINER_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 2 tests/integration/test_trainer_kills.py
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) ## Send random messages to the RPCs of running services: CALLS=35000 for each process, SEED=0
-	NEXRL_FUZZ_CALLS=$(or $(CALLS),35000) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
+fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=20000 for each of five processes, SEED=0
+	NEXRL_FUZZ_CALLS=$(or $(CALLS),20000) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
 
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill processes of a real run at random: KILLS=100 SEED=0, RESULT=FILE for the result as JSON

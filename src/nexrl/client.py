@@ -28,7 +28,7 @@ import grpc
 
 from nexrl.errors import InvalidArgumentError, ResourceExhaustedError
 from nexrl.policy import Policy
-from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.rpc.client import call, call_in_pieces, connect, new_request_id
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import encode_train_batch
 from nexrl.v1 import data_loader_service_pb2 as data_loader
@@ -203,8 +203,8 @@ class BatchClient:
     def __init__(self, pool: grpc.aio.Channel, *, model_tag: str = "default", worker_id: str) -> None:
         self.model_tag = model_tag
         self.worker_id = worker_id
+        self._channel = pool
         self._pool = TrajectoryPoolServiceStub(pool)
-        self._train_pool = TrainBatchPoolServiceStub(pool)
 
     async def lease(self, *, wait_seconds: float = LEASE_WAIT_SECONDS) -> pool_pb.LeaseBatchResponse:
         """Lease the next batch. Waits up to `wait_seconds` for one.
@@ -239,7 +239,13 @@ class BatchClient:
         request = train_pb.PutTrainBatchRequest(
             request_id=new_request_id(), train_batch=message, batch_attempt=lease.attempt
         )
-        await call(self._train_pool.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
+        await call_in_pieces(
+            self._channel,
+            "/nexrl.v1.TrainBatchPoolService/PutTrainBatch",
+            request,
+            train_pb.PutTrainBatchResponse.FromString,
+            timeout_seconds=CALL_SECONDS,
+        )
 
 
 class TrainBatchClient:

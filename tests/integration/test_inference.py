@@ -183,7 +183,7 @@ def test_weights_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 2.0}, "top_p"),
-        ({"prompt_token_ids": [10_000]}, "prompt token 10000 is outside the vocabulary"),
+        ({"prompt_token_ids": [10_000]}, "prompt_token_ids: token 10000 is outside the vocabulary"),
     ],
 )
 async def test_a_request_that_cannot_be_served_is_refused_by_name(

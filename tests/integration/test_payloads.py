@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nexrl.errors import InvalidArgumentError
-from nexrl.rpc.client import call, new_request_id
+from nexrl.rpc.client import call, call_in_pieces, connect, new_request_id
 from nexrl.store import Redis, key_prefix
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import encode_train_batch
@@ -125,7 +125,9 @@ async def put_train_batch(pool: PoolClient, lease: pool_pb.BatchLease, nbytes: i
         tensors=encode_train_batch(arrays),
     )
     request = train_pb.PutTrainBatchRequest(request_id=new_request_id(), train_batch=batch, batch_attempt=lease.attempt)
-    await call(pool.train.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
+    method, answer = "/nexrl.v1.TrainBatchPoolService/PutTrainBatch", train_pb.PutTrainBatchResponse.FromString
+    async with connect(pool.address) as channel:
+        await call_in_pieces(channel, method, request, answer, timeout_seconds=CALL_SECONDS)
     batch.put_id = request.request_id
     return batch
 

@@ -18,7 +18,6 @@ from nexrl.errors import (
 )
 from nexrl.rpc import server
 from nexrl.rpc.client import call, connect, watch
-from nexrl.rpc.limits import MAX_MESSAGE_BYTES
 from nexrl.v1 import validator_service_pb2 as pb
 from nexrl.v1 import weight_sync_service_pb2 as stream_pb
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
@@ -173,8 +172,7 @@ async def test_a_peer_that_stays_away_is_waited_for_until_the_deadline_only() ->
 async def test_a_message_over_the_limit_is_a_typed_error_that_names_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smaller = [(name, 1000 if value == MAX_MESSAGE_BYTES else value) for name, value in server.SERVER_OPTIONS]
-    monkeypatch.setattr(server, "SERVER_OPTIONS", smaller)
+    monkeypatch.setattr(server, "message_limit_bytes", lambda role: 1000)
     async with running_service(tmp_path, serving(ValidatorServicer())) as process, connect(process.address) as channel:
         request = pb.StartValidationRequest(request_id="x" * 1001)
         with pytest.raises(ResourceExhaustedError, match=r"larger than max \(\d+ vs\. 1000\)"):

@@ -80,7 +80,7 @@ async def test_a_connection_without_a_call_is_closed_and_one_whose_call_waits_is
 async def test_silent_connections_to_the_metrics_are_bounded_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics.MetricsRequest, "timeout", 8.0)
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 8.0)
     async with running_service(tmp_path, serving(ValidatorServicer())) as process, AsyncExitStack() as stack:
         address = f"127.0.0.1:{process.metrics_port}"
         before = threading.active_count()
@@ -93,6 +93,26 @@ async def test_silent_connections_to_the_metrics_are_bounded_and_closed(
             await until_closed(reader)
         async with aiohttp.ClientSession() as http, http.get(f"http://{address}/metrics") as response:
             assert "nexrl_build_info" in await response.text()
+
+
+async def test_a_client_that_sends_a_byte_now_and_then_does_not_hold_a_connection_to_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_SECONDS", 0.5)
+    async with running_service(tmp_path, serving(ValidatorServicer())) as process:
+        reader, writer = await asyncio.open_connection("127.0.0.1", process.metrics_port)
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+        trickling = asyncio.create_task(trickle())
+        await until_closed(reader)
+        trickling.cancel()
+        await asyncio.wait([trickling])
+        writer.close()
 
 
 def changed(option: str, value: int) -> list[tuple[str, int]]:

@@ -188,10 +188,15 @@ async def test_training_is_a_service_once_the_loop_has_ended(build: Callable[[st
         published = await ask(trainer.PublishWeights, pb.PublishWeightsRequest(request_id="w"))
         assert published.policy_version == STEPS + 1
 
-        with pytest.raises(NotFoundError, match="is not a complete checkpoint"):
-            await ask(trainer.LoadCheckpoint, pb.LoadCheckpointRequest(request_id="m", path="/nowhere"))
+        for path in ("/nowhere", "x" * 500, "\0"):
+            with pytest.raises(NotFoundError, match="is not a complete checkpoint"):
+                await ask(trainer.LoadCheckpoint, pb.LoadCheckpointRequest(request_id="m", path=path))
         with pytest.raises(InvalidArgumentError, match="tensors: missing"):
             await ask(trainer.Forward, pb.ForwardRequest())
+        for token_id in (-1, 10**6):
+            foreign = TrainBatch.pack([TrainSequence([4, token_id], [False, True], [0.0, -2.0], 1.0)])
+            with pytest.raises(InvalidArgumentError, match=f"token_ids: {token_id}; must be from 0 to"):
+                await ask(trainer.Forward, pb.ForwardRequest(tensors=encode_train_batch(foreign)))
 
 
 async def test_calls_that_change_weights_are_refused_while_the_loop_trains(

@@ -5,9 +5,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+
+from nexrl.tensor_proto import encode_tensors
+from nexrl.v1.tensor_pb2 import Tensor
 
 TEXTS = [
     "default",
@@ -64,6 +68,10 @@ class Messages:
         content = getattr(message, field.name)
         if field.message_type and field.message_type.GetOptions().map_entry:
             key, item = field.message_type.fields
+            if item.message_type is Tensor.DESCRIPTOR and self.random.random() < 0.8:
+                for name, tensor in self._train_batch().items():
+                    content[name].CopyFrom(tensor)
+                return
             for _ in range(self.random.randrange(3)):
                 if item.message_type:
                     content[value(key)].CopyFrom(value(item))
@@ -82,6 +90,26 @@ class Messages:
         if field.type == FieldDescriptor.TYPE_BYTES:
             return self.random.randbytes(self.random.choice([0, 1, 8, 20]))
         return self.random.choice(VALUES[field.cpp_type])
+
+    def _train_batch(self) -> Mapping[str, Tensor]:
+        """Return the tensors of a batch of up to four tokens. Each may be missing, too short, or hostile."""
+        size = self.random.randrange(5)
+        lengths = self.random.choice([[size], [size], [size], [0, size], [-1, size + 1], [size + 1], [2**62, 2**62]])
+        arrays = {
+            "token_ids": np.array(self._several([4, 5, 5, 6, -1, 10**6, 2**63 - 1], size), np.int64),
+            "loss_mask": np.array(self._several([False, True], size), np.bool_),
+            "rollout_logprobs": np.array(self._several(FLOATS, size), np.float32),
+            "advantages": np.array(self._several(FLOATS, size), np.float32),
+            "lengths": np.array(lengths, np.int64),
+            self.random.choice(["reference_logprobs", "column"]): np.array(self._several(FLOATS, size), np.float32),
+        }
+        kept = {name: array for name, array in arrays.items() if self.random.random() > 0.03}
+        return encode_tensors({name: array[self.random.random() < 0.03 :] for name, array in kept.items()})
+
+    def _several(self, values: list[Any], count: int) -> list[Any]:
+        """Return `count` of the values; half of the time only the harmless ones, which are in front."""
+        harmless = self.random.random() < 0.5
+        return self.random.choices(values[:2] if harmless else values, k=count)
 
     def _mutated(self, content: bytes) -> bytes:
         at = self.random.randrange(len(content) + 1)

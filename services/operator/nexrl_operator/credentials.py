@@ -35,6 +35,7 @@ class Credentials:
         self._settings = settings
         self._folder = folder or Path(tempfile.mkdtemp(prefix="nexrl-operator-"))
         self._ca: Issued | None = None
+        self._known_redis_password: str | None = None
         self.redis_logins = RedisLogins(self.release_redis)
 
     async def begin(self) -> None:
@@ -67,6 +68,9 @@ class Credentials:
         try:
             async with aclosing(await connect_redis(urlunsplit(parts._replace(netloc=address, query=query)))) as redis:
                 yield redis
+        except FailedPreconditionError:
+            self._known_redis_password = None  # it may have been changed: the next attempt reads it again
+            raise
         finally:  # redis-py may lose a cancellation; then the operator would never end
             if (task := asyncio.current_task()) and task.cancelling():
                 raise asyncio.CancelledError
@@ -74,11 +78,14 @@ class Credentials:
     async def _redis_password(self) -> str:
         if not self._settings.redis_secret:
             return ""
+        if self._known_redis_password is not None:
+            return self._known_redis_password
         name, _, key = self._settings.redis_secret.partition("/")
         held = await self._secret(self._settings.release_namespace, name)
         if key not in held:
             raise FailedPreconditionError(f"Secret {self._settings.release_namespace}/{name}: the key {key} is missing")
-        return held[key].decode()
+        self._known_redis_password = held[key].decode()
+        return self._known_redis_password
 
     def tls(self, namespace: str, name: str) -> Tls | None:
         """Return the operator's TLS settings for calls to the pods of an experiment; None without TLS."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from nexrl.components import BY_NAME
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.k8s.api import EXPERIMENT, KINDS, RESOURCE_FLAVOR, Api, ApiError
+from nexrl.restarts import backoff_seconds
 from nexrl_operator.caches import Caches
 from nexrl_operator.children import Renderer
 from nexrl_operator.credentials import RENEW_SECONDS, SECRETS_SECONDS, Credentials
@@ -20,6 +21,7 @@ from nexrl_operator.plan import PREDECESSOR_SECONDS, Plan, Stage, soonest
 from nexrl_operator.queueing import QUEUE_LABEL, flavors_of, nodes_before, nodes_of, placed, queue_of
 from nexrl_operator.reporter import Reporter
 from nexrl_operator.revisions import content_digest
+from nexrl_operator.setbacks import setbacks
 from nexrl_operator.status import Verdict
 from nexrl_operator.work_queue import Key
 
@@ -225,7 +227,8 @@ class Executor:
         if observed.seen is None or observed.living("trainer"):
             # The experiment may be about to end; and two trainers would write to one volume.
             return PREDECESSOR_SECONDS
-        delay_seconds = 0.0
+        policy = current.renderer.experiment.spec.failure_policy
+        delay_seconds = backoff_seconds(max(1, setbacks(observed, policy).disruptions))
         if not observed.is_disrupted(job):  # a drained node is no failure and does not count as one
             answer = await self._clients.report_exit(current.key, observed.job_exit(job))
             if not answer.restart:

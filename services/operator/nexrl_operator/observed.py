@@ -153,22 +153,29 @@ class Observed:
 
     def is_disrupted(self, job: Object) -> bool:
         """Return whether a Job ended because its pod was evicted or deleted."""
-        # A pod that ends by itself stays as long as its Job does.
-        is_gone = condition(job, "Complete").get("status") != "True" and not any(self._pods_of(job))
-        return is_gone or attempt_of(job) == self.disrupted_attempt
+        return self._is_gone(job) or attempt_of(job) == self.disrupted_attempt
 
     @property
     def disrupted_attempt(self) -> int:
         """The number of the last trainer Job with an evicted or deleted pod, which may be gone by now; 0 for none."""
-        now = [attempt_of(job) for job in self.workloads("trainer") if any(map(is_disrupted, self._pods_of(job)))]
+        now = [
+            attempt_of(job)
+            for job in self.workloads("trainer")
+            if any(map(is_disrupted, self._pods_of(job))) or (has_finished(job) is not None and self._is_gone(job))
+        ]
         return max([*now, int(self.status.get("disruptedAttempt", 0))])
 
-    def controller_ends(self) -> tuple[int, Exit]:
-        """Count the ends of the controller's container. Also return the newest."""
+    def controller_ends(self) -> tuple[str, int, Exit]:
+        """Return the UID of the controller's pod, the number of ends of its container, and the newest end."""
         pods = self.living("controller")
         pod = max(pods, key=lambda each: int(_container(each).get("restartCount", 0)), default={})
         ended = _container(pod).get("lastState", {}).get("terminated") or {}
-        return _container(pod).get("restartCount", 0), _exit("", "controller", ended, words(pod, MAIN_CONTAINER, ended))
+        newest = _exit("", "controller", ended, words(pod, MAIN_CONTAINER, ended))
+        return str(pod.get("metadata", {}).get("uid", "")), _container(pod).get("restartCount", 0), newest
+
+    def _is_gone(self, job: Object) -> bool:
+        # A pod that ends by itself stays as long as its Job does.
+        return condition(job, "Complete").get("status") != "True" and not any(self._pods_of(job))
 
     def _pods_of(self, job: Object) -> Iterator[Object]:
         return (pod for pod in self.pods if job_of(pod) == job["metadata"]["name"])

@@ -14,6 +14,7 @@ from nexrl_operator.objects import ATTEMPT_LABEL, Object
 from nexrl_operator.observed import Exit, Observed, attempt_of, has_finished, seconds
 from nexrl_operator.queueing import is_admitted, is_to_be_queued_again, new_workload, queue_of, requeue_at
 from nexrl_operator.revisions import configuration_revision, is_rendered_alike, revision_of
+from nexrl_operator.setbacks import MAX_DISRUPTIONS, setbacks
 from nexrl_operator.status import is_finished
 from nexrl_operator.troubles import find_trouble, next_trouble_seconds
 
@@ -206,10 +207,14 @@ def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:
         trouble = find_trouble(observed)
         why = f": {trouble.message}" if trouble else ""
         return "StartupDeadlineExceeded", f"it did not train within {limit} s, spec.startupDeadlineSeconds{why}"
-    ends, newest = observed.controller_ends()
-    action = action_after(spec.failure_policy, newest.component, newest.exit_code)
-    if ends and (action == "Fail" or (action == "Count" and ends > spec.failure_policy.max_restarts)):
-        told = f"the controller ended {ends} times, the last time with exit code {newest.exit_code}"
+    record, (_, ends, newest) = setbacks(observed, spec.failure_policy), observed.controller_ends()
+    if record.disruptions > MAX_DISRUPTIONS:
+        told = f"pods of the trainer were evicted or deleted {record.disruptions} times without a new step"
+        return "RestartsExhausted", f"{told}; find out what evicts them (kubectl get events), or give them a priority"
+    is_final = ends and action_after(spec.failure_policy, newest.component, newest.exit_code) == "Fail"
+    if is_final or record.controller_ends > spec.failure_policy.max_restarts:
+        times = f"{ends} times" if is_final else f"{record.controller_ends} times without a new step"
+        told = f"the controller ended {times}, the last time with exit code {newest.exit_code}"
         last = "".join(f": {line}" for line in newest.log_tail.splitlines()[-1:])
         return "RestartsExhausted", f"{told}{last}. Last lines of its log:\n{newest.log_tail}"
     return None

@@ -15,6 +15,7 @@ from nexrl_operator.observed import (
     seconds,
 )
 from nexrl_operator.revisions import template_revision
+from nexrl_operator.setbacks import setbacks
 from nexrl_operator.troubles import find_trouble
 
 PROGRESS_SECONDS = 10.0
@@ -109,6 +110,8 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
             for name, desired in renderer.replicas().items()
         ],
     }
+    if not spec.suspend:  # a resumed experiment has all its restarts
+        status["setbacks"] = setbacks(observed, spec.failure_policy).as_status()
     return (
         status | _times(observed, now, spec, verdict, by_type) | _progress(observed) | _audit(observed, spec, verdict)
     )

@@ -13,7 +13,6 @@ from typing import Any
 from nexrl.components import COMPONENTS
 from nexrl_operator.objects import Object
 from nexrl_operator.observed import (
-    MAIN_CONTAINER,
     REPORTED_CONTAINERS,
     START_ERROR,
     Observed,

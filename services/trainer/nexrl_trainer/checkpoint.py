@@ -148,10 +148,13 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
-    marker = path / CHECKPOINT_MARKER
-    if not marker.is_file():
-        raise NotFoundError(f"{path} is not a complete checkpoint: no {CHECKPOINT_MARKER}")
-    content: dict[str, Any] = json.loads(marker.read_text())
+    try:
+        content: dict[str, Any] = json.loads((path / CHECKPOINT_MARKER).read_text())
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a path of a client may also be too long, or have a character that is not allowed
+        raise NotFoundError(f"{path} is not a complete checkpoint: {CHECKPOINT_MARKER}: {error}") from None
     if content["format"] != _FORMAT:
         raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {_FORMAT}")
     return content

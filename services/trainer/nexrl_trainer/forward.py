@@ -82,7 +82,14 @@ class ForwardPass:
         return logprobs_N
 
     def micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        """Split `batch`. Raises FailedPreconditionError if the result would depend on the split."""
+        """Split `batch`. Raises FailedPreconditionError if the result would depend on the split.
+
+        Raises InvalidArgumentError for a token that the model does not have.
+        """
+        vocabulary_size = self.model.config.get_text_config().vocab_size
+        for token_id in (batch.token_ids_N.min(initial=0), batch.token_ids_N.max(initial=0)):
+            if not 0 <= token_id < vocabulary_size:
+                raise InvalidArgumentError(f"token_ids: {token_id}; must be from 0 to {vocabulary_size - 1}")
         self._check_sequence_length("train batch", int(max(batch.lengths_B, default=0)))
         return split_batch(batch, self.settings.max_tokens_per_micro_batch, self._shared_row_tokens)
 

@@ -4,14 +4,15 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from nexrl.errors import NexrlError, UnavailableError
 from nexrl.rpc.channel import RenewedChannel
-from nexrl.rpc.limits import MAX_MESSAGE_BYTES
+from nexrl.rpc.limits import MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
 from nexrl.rpc.status import error_from_call
 from nexrl.tls import Tls, tls_from_environment
 
@@ -57,9 +58,7 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-async def call(
-    method: Callable[..., "grpc.aio.UnaryUnaryCall[Any, ResponseT]"], request: object, *, timeout_seconds: float
-) -> ResponseT:
+async def call(method: Callable[..., Awaitable[ResponseT]], request: object, *, timeout_seconds: float) -> ResponseT:
     """Call `method`. Retry for `timeout_seconds` while the peer is unreachable, or if it is full and asks for a retry.
 
     Raises the NexrlError that the server sent, or UnavailableError or DeadlineExceededError after `timeout_seconds`.
@@ -77,6 +76,26 @@ async def call(
             raise error
         await asyncio.sleep(pause_seconds)
         backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+
+
+async def call_in_pieces(
+    channel: grpc.aio.Channel,
+    method: str,
+    request: Message,
+    response: Callable[[bytes], ResponseT],
+    *,
+    timeout_seconds: float,
+) -> ResponseT:
+    """Call a unary method whose request may be larger than MAX_PIECE_BYTES, such as one with a train batch.
+
+    The bytes of the request are sent as a stream of messages, which the server joins. `method` is the path of the
+    method, and `response` parses its response. Retries and raises as `call` does.
+    """
+    content = request.SerializeToString()
+    pieces = [content[at : at + MAX_PIECE_BYTES] for at in range(0, len(content), MAX_PIECE_BYTES)]
+    send: Any = channel.stream_unary(method, response_deserializer=response)
+    answer: ResponseT = await call(send, pieces, timeout_seconds=timeout_seconds)
+    return answer
 
 
 async def watch(

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -16,7 +16,7 @@ from prometheus_client import Counter, Histogram
 
 from nexrl.errors import InvalidArgumentError, NexrlError, UnavailableError, Violation
 from nexrl.rpc.admission import Admission
-from nexrl.rpc.limits import request_limit_bytes
+from nexrl.rpc.limits import MAX_PIECE_BYTES, request_limit_bytes
 from nexrl.rpc.status import status_from_error
 from nexrl.task_cancellation import is_current_task_cancelled
 
@@ -36,7 +36,8 @@ HANDLING_SECONDS = Histogram(
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Edge: TypeAlias = Callable[[Context], AbstractAsyncContextManager[None]]
-Requests: TypeAlias = Callable[[Any], Awaitable[Any]]
+Requests: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+Parse: TypeAlias = Callable[[bytes], Any]
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
@@ -48,6 +49,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, admission: Admission | None = None) -> None:
         self._admission = admission
+        self._assembling = asyncio.Lock()
 
     async def intercept_service(
         self,
@@ -59,16 +61,21 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         edge = partial(_edge, method=method, admission=self._admission)
-        guard = _guard_stream if handler.response_streaming else _guard_unary
-        if self._admission is None and not handler.request_streaming:
-            make = _MAKE_UNARY[handler.response_streaming]  # quicker, and there is nobody to refuse
-            requests = partial(_one_request, handler=handler, method=method)
+        parse = partial(_request, handler=handler, method=method)
+        if request_limit_bytes(method) > MAX_PIECE_BYTES:
+            guarded = _guard_pieces(_behaviour(handler), edge, parse, self._assembling, method)
+            return grpc.stream_unary_rpc_method_handler(guarded, None, handler.response_serializer)
+        if handler.request_streaming:
+            make, requests = _MAKE_STREAM, partial(_each, parse=parse)
+        elif self._admission is None:
+            make, requests = _MAKE_UNARY, partial(_received, parse=parse)  # quicker, and there is nobody to refuse
         else:
-            # gRPC reads a unary request before it calls the handler. So every handler is one for a stream of requests,
+            # gRPC reads a unary request before it calls the handler. So this handler is one for a stream of requests,
             # which is the same on the wire: its message is read and parsed here, after the admission.
-            make = _MAKE_STREAM[handler.response_streaming]
-            requests = partial(_requests, handler=handler, method=method)
-        return make(guard(_behaviour(handler), edge, requests), None, handler.response_serializer)
+            make, requests = _MAKE_STREAM, partial(_read, parse=parse)
+        guard = _guard_stream if handler.response_streaming else _guard_unary
+        guarded = guard(_behaviour(handler), edge, requests)
+        return make[handler.response_streaming](guarded, None, handler.response_serializer)
 
 
 _MAKE_UNARY = (grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler)
@@ -88,7 +95,7 @@ def _streaming(handler: Handler) -> tuple[bool, bool]:
 def _guard_unary(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
     async def guarded(messages: Any, context: Context) -> Any:
         async with edge(context):
-            return await behaviour(await requests(messages), context)
+            return await behaviour(await requests(messages, context), context)
 
     return guarded
 
@@ -96,7 +103,7 @@ def _guard_unary(behaviour: Callable[..., Any], edge: Edge, requests: Requests) 
 def _guard_stream(behaviour: Callable[..., Any], edge: Edge, requests: Requests) -> Callable[..., Any]:
     async def guarded(messages: Any, context: Context) -> AsyncIterator[Any]:
         async with edge(context):
-            answers = behaviour(await requests(messages), context)
+            answers = behaviour(await requests(messages, context), context)
             if inspect.iscoroutine(answers):  # it writes to the context, as gRPC's own health service does
                 await answers
                 return
@@ -106,25 +113,50 @@ def _guard_stream(behaviour: Callable[..., Any], edge: Edge, requests: Requests)
     return guarded
 
 
-async def _requests(messages: AsyncIterator[bytes], handler: Handler, method: str) -> Any:
-    """Return the request, or the stream of requests, as the handler takes it. Each message is checked when read."""
-    checked = (_request(message, handler, method) async for message in messages)
-    if handler.request_streaming:
-        return checked
-    async for request in checked:
-        return request
-    raise InvalidArgumentError("request: the call ended without a message; send one")
+def _guard_pieces(
+    behaviour: Callable[..., Any], edge: Edge, parse: Parse, assembling: asyncio.Lock, method: str
+) -> Callable[..., Any]:
+    """Guard a unary method whose request may come in pieces. `assembling` admits one such request at a time."""
+
+    async def guarded(_: Any, context: Context) -> Any:
+        async with edge(context):
+            pieces = [await _message(context)]
+            if (piece := await context.read()) is grpc.aio.EOF:
+                return await behaviour(parse(pieces.pop()), context)
+            async with assembling:
+                size = len(pieces[0])
+                while piece is not grpc.aio.EOF:
+                    _require_size(size := size + len(piece), method)
+                    pieces.append(piece)
+                    piece = await context.read()
+                return await behaviour(parse(b"".join(pieces)), context)
+
+    return guarded
 
 
-async def _one_request(message: bytes, handler: Handler, method: str) -> Any:
-    return _request(message, handler, method)
+async def _each(messages: AsyncIterator[bytes], _: Context, parse: Parse) -> AsyncIterator[Any]:
+    return (parse(message) async for message in messages)
+
+
+async def _received(message: bytes, _: Context, parse: Parse) -> Any:
+    return parse(message)
+
+
+async def _read(_: Any, context: Context, parse: Parse) -> Any:
+    return parse(await _message(context))
+
+
+async def _message(context: Context) -> bytes:
+    """Read a message of a call. Raises InvalidArgumentError if the call has none."""
+    message = await context.read()
+    if message is grpc.aio.EOF:
+        raise InvalidArgumentError("request: the call ended without a message; send one")
+    return cast(bytes, message)
 
 
 def _request(message: bytes, handler: Handler, method: str) -> Any:
     """Parse a message. Raises InvalidArgumentError if it is too large or malformed, or its request id is empty."""
-    if len(message) > (limit := request_limit_bytes(method)):
-        wrong = Violation("request", f"{len(message)} bytes; {method} takes at most {limit}; send less in one call")
-        raise InvalidArgumentError(str(wrong), violations=[wrong])
+    _require_size(len(message), method)
     try:
         request = handler.request_deserializer(message)  # type: ignore[misc]  # generated code always has one
     except DecodeError as error:
@@ -182,6 +214,12 @@ def _require_deadline(context: Context) -> None:
         raise InvalidArgumentError(
             f"deadline: {found}; every call requires one of at most {MAX_DEADLINE_SECONDS:.0f} s"
         )
+
+
+def _require_size(size: int, method: str) -> None:
+    if size > (limit := request_limit_bytes(method)):
+        wrong = Violation("request", f"{size} bytes; {method} takes at most {limit}; send less in one call")
+        raise InvalidArgumentError(str(wrong), violations=[wrong])
 
 
 def _require_request_id(request: Any) -> None:

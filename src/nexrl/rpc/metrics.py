@@ -1,7 +1,9 @@
-"""The HTTP server of /metrics. Unlike that of prometheus_client, it bounds its threads and its idle connections."""
+"""The HTTP server of /metrics. Unlike that of prometheus_client, it bounds its threads and the time of a connection."""
 
 import socket
 import threading
+import time
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -10,8 +12,8 @@ from prometheus_client import make_wsgi_app
 
 MAX_CONNECTIONS = 16
 """Each has a thread."""
-SILENCE_SECONDS = 10.0
-"""A connection that sends nothing for this long is closed."""
+CONNECTION_SECONDS = 10.0
+"""A connection is closed after this time, also if its client sends or reads a byte now and then."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
@@ -23,6 +25,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         """Bind and serve. Raises OSError if the port cannot be bound."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.Semaphore(MAX_CONNECTIONS)
+        self._accepted_at: dict[socket.socket, float] = {}
         super().__init__((host, port), MetricsRequest)
         self.set_app(make_wsgi_app())
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -37,10 +40,11 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        self._accepted_at[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
-            self._free.release()
+            self._end(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -48,16 +52,25 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._end(request)
+
+    def service_actions(self) -> None:
+        """Shut down the connections that last too long. See BaseServer, which calls this twice a second."""
+        for request, accepted_at in list(self._accepted_at.items()):
+            if time.monotonic() - accepted_at > CONNECTION_SECONDS:
+                with suppress(OSError):  # it has just ended
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def _end(self, request: socket.socket) -> None:
+        del self._accepted_at[request]
+        self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the failure of one connection, as that it was silent for too long."""
+        """Ignore the failure of one connection, as that it lasted too long."""
 
 
 class MetricsRequest(WSGIRequestHandler):
     """One request for the metrics."""
-
-    timeout = SILENCE_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""

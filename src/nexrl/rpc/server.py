@@ -28,7 +28,7 @@ from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import connect
 from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
-from nexrl.rpc.limits import MAX_MESSAGE_BYTES, MAX_SMALLER_BYTES, SMALLER_ROLES
+from nexrl.rpc.limits import MAX_MESSAGE_BYTES, message_limit_bytes
 from nexrl.rpc.metrics import MetricsServer
 from nexrl.run_layout import METRICS_FILE
 from nexrl.settings import ALIVE, Settings, load_settings
@@ -48,7 +48,6 @@ old and a new connection while certificates are renewed."""
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     (
         "grpc.max_connection_age_ms",
         600_000,
@@ -93,9 +92,9 @@ class ServiceProcess:
         tls = tls_from_environment()
         self.credentials = CredentialFiles(tls) if tls else None
         self.admission = self._build_admission(tls) if tls else None
-        limit = {"grpc.max_receive_message_length": MAX_SMALLER_BYTES} if role in SMALLER_ROLES else {}
         self.server = grpc.aio.server(
-            interceptors=[EdgeInterceptor(self.admission)], options=[*(dict(SERVER_OPTIONS) | limit).items()]
+            interceptors=[EdgeInterceptor(self.admission)],
+            options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", message_limit_bytes(role))],
         )
         self._health_server = grpc.aio.server(options=[*(dict(SERVER_OPTIONS) | HEALTH_CHANGES).items()])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -81,6 +81,17 @@ STATUS_SCHEMA: dict[str, Any] = {
             **_COUNT,
             "description": "Number of the last attempt whose pod was evicted or deleted; 0: none.",
         },
+        "setbacks": {
+            "type": "object",
+            "description": "What has ended since a step, without a failure of the trainer. Absent while suspended.",
+            "properties": {
+                "step": {**_COUNT, "description": "The newest step at the last of these ends."},
+                "controllerEnds": {**_COUNT, "description": "Ends of the controller that count for maxRestarts."},
+                "disruptions": {**_COUNT, "description": "Trainer Jobs whose pods were evicted or deleted."},
+                "controllerPod": {**_TEXT, "description": "UID of the controller's pod."},
+                "controllerRestarts": {**_COUNT, "description": "Restarts in that pod, all of them."},
+            },
+        },
         "rollout": {
             "type": "object",
             "description": "The rollout pods, as `kubectl scale` and autoscalers read them.",

@@ -78,6 +78,7 @@ class TrainBatchPoolServiceServicer(object):
 
     def PutTrainBatch(self, request, context):
         """Stores the train batch made of a leased batch, and acknowledges that batch in the same move.
+        No message may be larger than 64 MiB. A larger request is sent as a stream of messages: its bytes, cut anywhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

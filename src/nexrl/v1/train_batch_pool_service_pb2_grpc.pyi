@@ -205,7 +205,9 @@ class TrainBatchPoolServiceStub(typing.Generic[_TrainBatchPoolServicePutTrainBat
     ], channel: grpc.aio.Channel) -> None: ...
 
     PutTrainBatch: _TrainBatchPoolServicePutTrainBatchType
-    """Stores the train batch made of a leased batch, and acknowledges that batch in the same move."""
+    """Stores the train batch made of a leased batch, and acknowledges that batch in the same move.
+    No message may be larger than 64 MiB. A larger request is sent as a stream of messages: its bytes, cut anywhere.
+    """
 
     LeaseTrainBatch: _TrainBatchPoolServiceLeaseTrainBatchType
     """Leases the train batch of one step; waits on the server until it is there or the wait is over."""
@@ -267,7 +269,9 @@ class TrainBatchPoolServiceServicer(metaclass=abc.ABCMeta):
         request: nexrl.v1.train_batch_pool_service_pb2.PutTrainBatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.train_batch_pool_service_pb2.PutTrainBatchResponse, collections.abc.Awaitable[nexrl.v1.train_batch_pool_service_pb2.PutTrainBatchResponse]]:
-        """Stores the train batch made of a leased batch, and acknowledges that batch in the same move."""
+        """Stores the train batch made of a leased batch, and acknowledges that batch in the same move.
+        No message may be larger than 64 MiB. A larger request is sent as a stream of messages: its bytes, cut anywhere.
+        """
 
     @abc.abstractmethod
     def LeaseTrainBatch(

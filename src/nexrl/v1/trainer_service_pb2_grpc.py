@@ -28,6 +28,9 @@ if _version_not_supported:
 class TrainerServiceStub(object):
     """Training as a service. A client needs none of the other services.
 
+    No message may be larger than 64 MiB. Larger requests of Forward and ForwardBackward are sent as a stream of messages:
+    the bytes of the request, cut anywhere.
+
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """
 
@@ -76,6 +79,9 @@ class TrainerServiceStub(object):
 
 class TrainerServiceServicer(object):
     """Training as a service. A client needs none of the other services.
+
+    No message may be larger than 64 MiB. Larger requests of Forward and ForwardBackward are sent as a stream of messages:
+    the bytes of the request, cut anywhere.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """
@@ -177,6 +183,9 @@ def add_TrainerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
     """Training as a service. A client needs none of the other services.
+
+    No message may be larger than 64 MiB. Larger requests of Forward and ForwardBackward are sent as a stream of messages:
+    the bytes of the request, cut anywhere.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """

@@ -140,6 +140,9 @@ _TrainerServiceGetTrainerStateType = typing_extensions.TypeVar(
 class TrainerServiceStub(typing.Generic[_TrainerServiceForwardType, _TrainerServiceForwardBackwardType, _TrainerServiceOptimizerStepType, _TrainerServiceSaveCheckpointType, _TrainerServiceLoadCheckpointType, _TrainerServicePublishWeightsType, _TrainerServiceGetTrainerStateType]):
     """Training as a service. A client needs none of the other services.
 
+    No message may be larger than 64 MiB. Larger requests of Forward and ForwardBackward are sent as a stream of messages:
+    the bytes of the request, cut anywhere.
+
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """
 
@@ -261,6 +264,9 @@ TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
 
 class TrainerServiceServicer(metaclass=abc.ABCMeta):
     """Training as a service. A client needs none of the other services.
+
+    No message may be larger than 64 MiB. Larger requests of Forward and ForwardBackward are sent as a stream of messages:
+    the bytes of the request, cut anywhere.
 
     While the experiment's own loop trains, the calls that change weights answer FAILED_PRECONDITION.
     """

@@ -29,7 +29,7 @@ def test_impossible_requests_are_refused_with_the_values(model: PreTrainedModel,
     engine = make_engine(model, max_rows=4, max_tokens_per_row=16)
     with pytest.raises(InvalidArgumentError, match=r"prompt has 16 tokens.*max_tokens_per_row = 16"):
         engine.submit(GenerationRequest("r", (5,) * 16, max_new_tokens=1))
-    with pytest.raises(InvalidArgumentError, match="n is 5, the engine has 4 rows"):
+    with pytest.raises(InvalidArgumentError, match="n: 5; the engine has 4 rows"):
         engine.submit(GenerationRequest("r", (5,), max_new_tokens=1, n=5))
     with pytest.raises(InvalidArgumentError, match="token 23 is outside the vocabulary of 23"):
         engine.submit(GenerationRequest("r", (5, 23), max_new_tokens=1))

@@ -1,9 +1,10 @@
-"""Certificates, when cert-manager makes them."""
+"""Certificates, when cert-manager makes them, and the password of the release's Redis."""
 
 import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -11,6 +12,7 @@ from nexrl.errors import FailedPreconditionError
 from nexrl.k8s.api import Api
 from nexrl.spec import parse_experiment
 from nexrl.tls import experiment_name
+from nexrl_operator import credentials as credentials_module
 from nexrl_operator.children import Renderer
 from nexrl_operator.credentials import Credentials
 from nexrl_operator.objects import RUN_FOLDER, Owner
@@ -49,3 +51,37 @@ async def test_certificate_of_an_experiment_goes_with_it(tmp_path: Path) -> None
     assert certificate["metadata"]["ownerReferences"] == [owner.reference()]
     assert certificate["spec"]["secretName"] == "x-tls"
     assert {experiment_name("rl", "x"), "x-controller.rl.svc"} <= set(certificate["spec"]["dnsNames"])
+
+
+async def test_the_password_of_redis_is_read_once_and_again_when_redis_refuses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, password = 0, "first"
+
+    class Counted:
+        async def get(self, *_: object) -> dict[str, Any]:
+            nonlocal reads
+            reads += 1
+            return {"data": {"password": base64.b64encode(password.encode()).decode()}}
+
+    async def connect(url: str) -> AsyncMock:
+        if password not in url:
+            raise FailedPreconditionError("WRONGPASS")
+        return AsyncMock()
+
+    monkeypatch.setattr(credentials_module, "connect_redis", connect)
+    settings = operator_settings(redis_secret="redis/password")
+    credentials = Credentials(cast("Api", Counted()), settings, tmp_path)
+
+    async def use() -> None:
+        async with credentials.release_redis():
+            pass
+
+    await use()
+    await use()
+    assert reads == 1
+    password = "second"
+    with pytest.raises(FailedPreconditionError):
+        await use()
+    await use()
+    assert reads == 2

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
-from nexrl_operator.observed import instances_of
+from nexrl_operator.children import Renderer
+from nexrl_operator.objects import ATTEMPT_LABEL
+from nexrl_operator.observed import Observed, instances_of
 from nexrl_operator.plan import Stage, make_plan
+from nexrl_operator.setbacks import MAX_DISRUPTIONS, setbacks
 from nexrl_operator.status import Verdict, new_status
 from tests.support.observed import RUNNING, observed, pod, renderer
 
@@ -105,3 +108,60 @@ def test_exits_of_the_controller_follow_the_failure_policy(
     container = {"name": "nexrl", "restartCount": restarts, "lastState": {"terminated": ended}}
     now = replace(observed(made), pods=[pod(made, "controller", containerStatuses=[container])])
     assert (make_plan(now, made).failed is not None) == is_failed
+
+
+def ended_controller(made: Renderer, exit_code: int, ends: int, *, step: int = 0, **status: Any) -> Observed:
+    """Return an experiment whose controller has ended this often, the last time with this code."""
+    ended = {"exitCode": exit_code, "finishedAt": "2026-11-22T00:00:00Z", "message": "last words"}
+    container = {"name": "nexrl", "restartCount": ends, "lastState": {"terminated": ended}}
+    seen = replace(RUNNING, step=step)
+    return replace(observed(made, seen=seen, **status), pods=[pod(made, "controller", containerStatuses=[container])])
+
+
+def test_ends_of_the_controller_count_since_the_newest_step_and_without_those_for_lack_of_redis() -> None:
+    made = renderer(failurePolicy={"maxRestarts": 2})
+    status: dict[str, Any] = {}
+    for restarts, (exit_code, step, counted) in enumerate(
+        [(6, 0, 0), (1, 0, 1), (6, 0, 1), (6, 0, 1), (1, 0, 2), (1, 5, 1), (1, 5, 2), (6, 5, 2)], start=1
+    ):
+        now = ended_controller(made, exit_code, restarts, step=step, **status)
+        assert make_plan(now, made).failed is None
+        status = new_status(now, made, Verdict())
+        assert status["setbacks"]["controllerEnds"] == counted
+        seen_again = ended_controller(made, exit_code, restarts, step=step + 100, **status)
+        assert new_status(seen_again, made, Verdict())["setbacks"] == status["setbacks"]  # a step alone changes nothing
+    failed = make_plan(ended_controller(made, 1, 9, step=5, **status), made).failed
+    assert failed is not None
+    assert failed[1].startswith("the controller ended 3 times without a new step, the last time with exit code 1.")
+
+
+def test_a_new_pod_of_the_controller_begins_at_no_restarts_and_a_resumed_experiment_with_all() -> None:
+    made, paused = renderer(failurePolicy={"maxRestarts": 2}), renderer(suspend=True)
+    status = new_status(ended_controller(made, 1, 2), made, Verdict())
+    now = ended_controller(made, 1, 1, **status)
+    now.pods[0]["metadata"]["uid"] = "another"
+    assert new_status(now, made, Verdict())["setbacks"]["controllerEnds"] == 3
+    assert "setbacks" not in new_status(observed(paused, **status), paused, Verdict())
+
+
+def disrupted(made: Renderer, attempt: int, step: int, **status: Any) -> Observed:
+    """Return an experiment whose trainer Job of this number has lost its pod."""
+    now = observed(made, seen=replace(RUNNING, step=step), **status)
+    [job] = now.workloads("trainer")
+    job["metadata"]["labels"][ATTEMPT_LABEL] = str(attempt)
+    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    return replace(now, pods=[])
+
+
+def test_disruptions_without_a_new_step_are_counted_and_end_the_experiment_at_a_limit() -> None:
+    made = renderer()
+    status: dict[str, Any] = {}
+    for attempt in range(1, MAX_DISRUPTIONS + 1):
+        now = disrupted(made, attempt, 7, **status)
+        assert setbacks(now, made.experiment.spec.failure_policy).disruptions == attempt
+        assert make_plan(now, made).failed is None
+        status = new_status(now, made, Verdict())
+    assert setbacks(disrupted(made, 101, 8, **status), made.experiment.spec.failure_policy).disruptions == 1
+    failed = make_plan(disrupted(made, 101, 7, **status), made).failed
+    assert failed is not None
+    assert failed[1].startswith("pods of the trainer were evicted or deleted 101 times without a new step; ")

@@ -67,7 +67,7 @@ class Engine:
         outside = [token for token in request.prompt_ids if not 0 <= token < self._runner.vocabulary]
         if outside:
             raise InvalidArgumentError(
-                f"prompt token {outside[0]} is outside the vocabulary of {self._runner.vocabulary}"
+                f"prompt_token_ids: token {outside[0]} is outside the vocabulary of {self._runner.vocabulary}"
             )
         if request.stop and self._decode is None:
             raise InvalidArgumentError("stop: this engine has no tokenizer, so it cannot find texts")

@@ -158,9 +158,9 @@ class Scheduler:
     def _check_fits(self, request: GenerationRequest) -> None:
         limits = self._limits
         if request.n > limits.max_rows:
-            raise InvalidArgumentError(f"n is {request.n}, the engine has {limits.max_rows} rows")
+            raise InvalidArgumentError(f"n: {request.n}; the engine has {limits.max_rows} rows")
         if len(request.prompt_ids) >= limits.max_tokens_per_row:
             raise InvalidArgumentError(
-                f"the prompt has {len(request.prompt_ids)} tokens; with one generated token it must fit "
+                f"prompt_token_ids: {len(request.prompt_ids)} tokens; with one generated token it must fit "
                 f"max_tokens_per_row = {limits.max_tokens_per_row}"
             )

@@ -70,7 +70,7 @@ class VllmEngine:
         room = self._row_tokens - len(request.prompt_ids)
         if room < 1:
             raise InvalidArgumentError(
-                f"the prompt has {len(request.prompt_ids)} tokens; with one generated token it must fit "
+                f"prompt_token_ids: {len(request.prompt_ids)} tokens; with one generated token it must fit "
                 f"max_tokens_per_row = {self._row_tokens}"
             )
         if self._version < 0:
