@@ -126,7 +126,8 @@ def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward
 def _initial_model(spec: ExperimentSpec) -> PreTrainedModel:
     """Build the model with its initial weights, on the trainer's device."""
     device: Any = choose_device(_DEVICE, spec.trainer.device)  # transformers has no type for the argument of `to`
-    return build_model(spec.model, spec.model.seed).to(device)
+    model: PreTrainedModel = build_model(spec.model, spec.model.seed).to(device)
+    return model
 
 
 def _warnings(learner: Learner) -> list[str]:
