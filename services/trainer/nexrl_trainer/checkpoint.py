@@ -33,7 +33,7 @@ from nexrl_trainer.step import Learner
 
 _FORMAT = 1
 _STATE = "training_state.safetensors"
-_RNG = "rng.torch_cpu"
+_RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 _PARTIAL_SUFFIX = ".tmp"
 _AHEAD_SUFFIX = ".ahead-of-ledger"
 SETTLED_SECONDS = 10.0
@@ -103,6 +103,9 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
     state = load_file(path / _STATE)
     learner.model.load_state_dict(weights)
     torch.set_rng_state(state.pop(_RNG))
+    cuda_state = state.pop(_CUDA_RNG, None)
+    if cuda_state is not None and learner.model.device.type == "cuda":
+        torch.cuda.set_rng_state(cuda_state, learner.model.device)
     learner.optimizer.load_tensors(state)
     learner.step = metadata.step
     return metadata
@@ -167,7 +170,10 @@ def _check_files(path: Path) -> None:
 
 
 def _training_state(learner: Learner) -> dict[str, Tensor]:
-    return {_RNG: torch.get_rng_state(), **learner.optimizer.tensors()}
+    state = {_RNG: torch.get_rng_state(), **learner.optimizer.tensors()}
+    if learner.model.device.type == "cuda":
+        state[_CUDA_RNG] = torch.cuda.get_rng_state(learner.model.device)
+    return state
 
 
 def _commit(partial: Path, metadata: CheckpointMetadata) -> None:

@@ -21,6 +21,7 @@ from nexrl.truncation import truncated_logits
 from nexrl_trainer.head import check_head, head_logits
 from nexrl_trainer.micro_batch import SHARED_ROW_TOKENS, MicroBatch, split_batch
 from nexrl_trainer.packing import MIN_PROBE_COLUMNS, PackingError, in_float32, packing_error, probe_batch
+from nexrl_trainer.ranks import ONE_RANK, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +48,24 @@ class ForwardPass:
     """Computes log-probabilities under `model`, after checking at construction that it can for this model.
 
     `shares_prompts` is the result of another ForwardPass on a model of the same architecture, whose checks are then not
-    repeated. `warnings` says what works, but slower than it could. Raises FailedPreconditionError for a model whose
-    log-probabilities would be wrong.
+    repeated. `warnings` says what works, but slower than it could. Of several `ranks`, each computes its share of a
+    batch. The model must be whole at construction, and may be sharded afterwards. Raises FailedPreconditionError for a
+    model whose log-probabilities would be wrong.
     """
 
     def __init__(
-        self, model: PreTrainedModel, settings: ForwardSettings, *, shares_prompts: bool | None = None
+        self,
+        model: PreTrainedModel,
+        settings: ForwardSettings,
+        *,
+        shares_prompts: bool | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         if settings.temperature <= 0:
             raise InvalidArgumentError(f"temperature is {settings.temperature}; must be positive")
         self.model = model
         self.settings = settings
+        self.ranks = ranks
         self.warnings: list[str] = []
         # Dropout would train another policy than the one that sampled.
         model.eval()
@@ -75,23 +83,27 @@ class ForwardPass:
     def logprobs(self, batch: TrainBatch) -> NDArray[np.float32]:
         """Return the log-probabilities of the trained tokens, 0 elsewhere. Shape [N]."""
         logprobs_N = np.zeros(len(batch.token_ids_N), np.float32)
-        with torch.inference_mode():
+        # Not inference_mode: FSDP uses the memory of gathered weights again in passes that have gradients.
+        with torch.no_grad():
             for micro in self.micro_batches(batch):
                 token_ids_P = self.tensor(batch.token_ids_N[micro.tokens_P])
                 logprobs_N[micro.tokens_P] = chosen_logprobs(self.micro_logprobs(micro, token_ids_P), token_ids_P).cpu()
-        return logprobs_N
+        of_all_ranks_N: NDArray[np.float32] = self.ranks.sum(self.tensor(logprobs_N)).cpu().numpy()
+        return of_all_ranks_N
 
     def micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
-        """Split `batch`. Raises FailedPreconditionError if the result would depend on the split.
+        """Return this rank's share of `batch`. All ranks get the same number of micro-batches, some of them empty.
 
-        Raises InvalidArgumentError for a token that the model does not have.
+        Raises FailedPreconditionError if the result would depend on the split, InvalidArgumentError for a token that
+        the model does not have.
         """
         vocabulary_size = self.model.config.get_text_config().vocab_size
         for token_id in (batch.token_ids_N.min(initial=0), batch.token_ids_N.max(initial=0)):
             if not 0 <= token_id < vocabulary_size:
                 raise InvalidArgumentError(f"token_ids: {token_id}; must be from 0 to {vocabulary_size - 1}")
         self._check_sequence_length("train batch", int(max(batch.lengths_B, default=0)))
-        return split_batch(batch, self.settings.max_tokens_per_micro_batch, self._shared_row_tokens)
+        limit, ranks = self.settings.max_tokens_per_micro_batch, self.ranks
+        return split_batch(batch, limit, self._shared_row_tokens, rank=ranks.rank, ranks=ranks.size)
 
     def micro_logprobs(self, micro: MicroBatch, token_ids_P: Tensor | None = None) -> Tensor:
         """Return the log-probabilities [P, V], float32, at the positions that predict a trained token.

@@ -55,7 +55,8 @@ def _head_at(head: nn.Module, positions_P: Tensor) -> Iterator[None]:
             logits_PV: Tensor = own_forward(hidden_PH)
             return logits_PV[None]
         bias_V = None if head.bias is None else head.bias.float()
-        return functional.linear(hidden_PH.float(), head.weight.float(), bias_V)[None]
+        # Not a view of the logits: FSDP warns of in-place operations on what a model returns, which a view may hide.
+        return functional.linear(hidden_PH.float()[None], head.weight.float(), bias_V)
 
     vars(head)["forward"] = forward
     try:

@@ -26,6 +26,7 @@ from nexrl.code_reference import USER_CODE_ERRORS, load_reference, refused_argum
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.spec.algorithm import AlgorithmSpec, OwnLoss
+from nexrl_trainer.ranks import Ranks
 
 MAX_LOG_RATIO = 20.0
 """The limit of verl (verl/trainer/ppo/core_algos.py, compute_policy_loss): ratios stay within e^-20 and e^20."""
@@ -62,14 +63,14 @@ class Objective:
             objective = objective + self.algorithm.kl_coefficient * (inputs.weights_T * kl_T).sum()
         return ObjectiveTerms(objective, entropy_T, kl_T, outputs.clipped_T)
 
-    def check_step(self, loss: float) -> None:
-        """Check the end of a step, whose loss was `loss`.
+    def check_step(self, loss: float, ranks: Ranks) -> None:
+        """Check the end of a step, whose loss was `loss` on all `ranks` together. They all raise, or none does.
 
         Raises TrainingFailedError if the loss was NaN or infinite, or the gradient of a user's loss was,
         InvalidArgumentError if a user's loss had no gradient in any micro-batch.
         """
         if isinstance(self._policy_loss, _UserLoss):
-            self._policy_loss.check_step(loss)
+            self._policy_loss.check_step(loss, ranks)
         _check_finite(self.algorithm.loss, loss)
 
 
@@ -183,17 +184,20 @@ class _UserLoss:
         # No token of this micro-batch may matter to the loss. `backward` needs a graph; the empty sum adds only that.
         return LossOutputs(outputs.loss + inputs.logprobs_T[:0].sum(), outputs.clipped_T)
 
-    def check_step(self, loss: float) -> None:
+    def check_step(self, loss: float, ranks: Ranks) -> None:
         """Raise what `Objective.check_step` says. Forgets the step."""
         calls, self._calls = self._calls, 0
         are_finite, self._are_gradients_finite = self._are_gradients_finite, []
-        if calls and not are_finite:
+        finite = sum(map(int, torch.stack(are_finite).tolist())) if are_finite else 0
+        counts = torch.tensor([calls, len(are_finite), finite], device=ranks.device)
+        calls, gradients, finite = ranks.sum(counts).tolist()
+        if calls and not gradients:
             raise InvalidArgumentError(
                 f"algorithm.loss {self._reference}: loss does not depend on logprobs_T in any micro-batch of the step, "
                 "so it has no gradient"
             )
         _check_finite(self._reference, loss)
-        if are_finite and not torch.stack(are_finite).all():
+        if finite < gradients:
             raise TrainingFailedError(
                 f"algorithm.loss {self._reference}: its gradient by logprobs_T is not finite; clamp log ratios before "
                 f"exp, as built-in losses do at {MAX_LOG_RATIO:g}"

@@ -38,6 +38,10 @@ class MicroBatch:
         return bool(self.segments_BT.any())
 
 
+EMPTY = MicroBatch(*np.zeros((3, 1, 1), np.int64), *np.zeros((2, 0), np.int64))
+"""One column of padding, and no predicted token: a forward pass that keeps up with other ranks."""
+
+
 @dataclass(frozen=True)
 class _Sequence:
     """Tokens of the batch before the sequence (`start`); of the sequence before its first trained token (`context`) and
@@ -49,14 +53,39 @@ class _Sequence:
     inputs: int
 
 
-def split_batch(batch: TrainBatch, max_tokens: int, shared_row_tokens: int = SHARED_ROW_TOKENS) -> list[MicroBatch]:
+def split_batch(
+    batch: TrainBatch, max_tokens: int, shared_row_tokens: int = SHARED_ROW_TOKENS, *, rank: int = 0, ranks: int = 1
+) -> list[MicroBatch]:
     """Return micro-batches of at most `max_tokens` padded input tokens, shortest rows first, otherwise in batch order.
 
     A sequence longer than the limit gets a micro-batch of its own. A sequence with nothing to train is left out. Rows
     of several sequences have at most `shared_row_tokens` and at most `max_tokens`; 0 shares none.
+
+    Of several `ranks`, each has a share of the rows, and the result is that of `rank`. All ranks have the same number
+    of micro-batches: ranks that need fewer have EMPTY ones at the end.
     """
-    rows = sorted(_rows(batch, min(shared_row_tokens, max_tokens)), key=_length)
-    return [_micro_batch(batch, part) for part in _cut(rows, max_tokens)]
+    rows = _rows(batch, min(shared_row_tokens, max_tokens))
+    if ranks > 1:  # a row is on one rank, so no row may have more than a rank's share of the tokens
+        rows = _rows(batch, min(shared_row_tokens, max_tokens, sum(map(_length, rows)) // ranks))
+    shares = share_out([_length(row) for row in rows], ranks)
+    parts = [list(_cut(sorted((rows[i] for i in share), key=_length), max_tokens)) for share in shares]
+    own = [_micro_batch(batch, part) for part in parts[rank]]
+    return own + [EMPTY] * (max(map(len, parts)) - len(own))
+
+
+def share_out(tokens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the rows of each rank in ascending order, given the tokens of each row.
+
+    The longest row comes first, and each row goes to the rank that has the fewest tokens. Two ranks therefore differ by
+    at most the longest row. Depends on the arguments only, so all ranks find the same.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for row in sorted(range(len(tokens)), key=lambda row: -tokens[row]):
+        rank = totals.index(min(totals))
+        shares[rank].append(row)
+        totals[rank] += tokens[row]
+    return [sorted(share) for share in shares]
 
 
 def _sequences(batch: TrainBatch) -> list[_Sequence]:

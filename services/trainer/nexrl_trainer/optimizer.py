@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nexrl.spec.algorithm import AlgorithmSpec
@@ -34,6 +35,8 @@ class MasterOptimizer:
     weight is its own master. Gradients of 16-bit weights are added up in float32 as each backward pass makes them: over
     1,024 micro-batches a sum in bfloat16 is wrong by 5 %.
 
+    If the model is sharded over several ranks, so are masters and moments: each rank updates its shards.
+
     The update divides by sqrt(second moment) + `algorithm.eps`. Weight decay is decoupled: each update multiplies a
     weight by 1 - rate * `algorithm.weight_decay`. Without `algorithm.decay_norms_and_biases`, weights of one dimension
     do not decay.
@@ -53,7 +56,12 @@ class MasterOptimizer:
 
     def clip_gradient(self) -> float:
         """Scale the gradient down to `algorithm.gradient_clip` if its norm is larger; return the norm before that."""
-        return float(torch.nn.utils.clip_grad_norm_(self._masters.values(), self._algorithm.gradient_clip))
+        masters = list(self._masters.values())
+        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        if isinstance(norm, DTensor):  # each rank knows the norm of its shards
+            norm = norm.full_tensor()
+        torch.nn.utils.clip_grads_with_norm_(masters, self._algorithm.gradient_clip, norm)
+        return float(norm)
 
     def update(self, rate: float) -> None:
         """Update the weights with the gradient, then clear it."""

@@ -4,14 +4,17 @@ import asyncio
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import BatchClient, TrainBatchClient
+from nexrl.device import choose_device, idle_gpu_warning
 from nexrl.models import build_model
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.run_layout import TRAJECTORIES_FOLDER, checkpoints_path
@@ -30,6 +33,8 @@ from nexrl_trainer.loop import Checkpoints, TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, Forward, build_processor
 from nexrl_trainer.service import TrainerServicer
 from nexrl_trainer.step import Learner, LearnerSettings, MockLearner
+
+_DEVICE = "trainer.device"
 
 
 def main() -> None:
@@ -64,14 +69,14 @@ async def start(process: ServiceProcess) -> None:
     if spec.algorithm.processor != "external":
         batches = BatchClient(pool, model_tag=spec.model.tag, worker_id=process.settings.instance)
         process.spawn(_process_batches(worker, _algorithm_processor(process, worker, batches)))
-    process.spawn(report_warnings(process.activity, learner.forward_pass.warnings))
+    process.spawn(report_warnings(process.activity, _warnings(learner)))
     await process.set_ready()
 
 
 async def report_warnings(activity: ActivityTracker, warnings: Sequence[str]) -> None:
-    """Report what the checks of the model found to the controller, which shows it to the user."""
+    """Report to the controller, which shows it to the user, what the checks at the start have found."""
     for warning in warnings:
-        await activity.report(warning, work_context="check_model", severity=SEVERITY_WARNING)
+        await activity.report(warning, work_context="start", severity=SEVERITY_WARNING)
 
 
 async def _process_batches(worker: TrainWorker, processor: AlgorithmProcessor) -> None:
@@ -100,7 +105,7 @@ def build_learner(spec: ExperimentSpec, folder: Path = Path()) -> Learner:
     """Build the model with its initial weights, and its optimizer. A loss of the user is looked up in `folder`."""
     learner = MockLearner if spec.trainer.backend == "mock" else Learner
     settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder)
-    return learner(build_model(spec.model, spec.model.seed), settings)
+    return learner(_initial_model(spec), settings)
 
 
 def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward:
@@ -112,10 +117,23 @@ def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward
 
     @cache
     def reference() -> ForwardPass:
-        model = build_model(spec.model, spec.model.seed).requires_grad_(requires_grad=False)
+        model = _initial_model(spec).requires_grad_(requires_grad=False)
         return ForwardPass(model, _forward_settings(spec), shares_prompts=shares_prompts)
 
     return lambda batch: reference().logprobs(batch)
+
+
+def _initial_model(spec: ExperimentSpec) -> PreTrainedModel:
+    """Build the model with its initial weights, on the trainer's device."""
+    device: Any = choose_device(_DEVICE, spec.trainer.device)  # transformers has no type for the argument of `to`
+    model: PreTrainedModel = build_model(spec.model, spec.model.seed).to(device)
+    return model
+
+
+def _warnings(learner: Learner) -> list[str]:
+    """Return what is right and slower than it could be."""
+    idle_gpu = "" if isinstance(learner, MockLearner) else idle_gpu_warning(_DEVICE, learner.model.device)
+    return [*learner.forward_pass.warnings, *filter(None, [idle_gpu])]
 
 
 def _forward_settings(spec: ExperimentSpec) -> ForwardSettings:

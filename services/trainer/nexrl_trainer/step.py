@@ -25,6 +25,7 @@ from nexrl_trainer.forward import ForwardPass, ForwardSettings, chosen_logprobs
 from nexrl_trainer.losses import Objective, ObjectiveTerms, log_ratio
 from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
+from nexrl_trainer.ranks import ONE_RANK, Ranks
 
 _OVER_TOKENS = ("entropy", "reference_kl", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl", "clip_fraction")
 
@@ -85,13 +86,18 @@ class Learner:
     """Trains a model. `step` is the number of updates done, which is the version of the policy that it holds.
 
     `forward_pass` and `optimizer` work on the same model.
+
+    Of several `ranks`, each has a learner, built of the same model, and calls the same methods with the same batches.
+    They return the same on all ranks, and what they would return on a single rank, up to rounding. If a method raises
+    on one rank only, as in code of the user, the other ranks may wait for that rank: end their processes, too.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LearnerSettings) -> None:
+    def __init__(self, model: PreTrainedModel, settings: LearnerSettings, ranks: Ranks = ONE_RANK) -> None:
         self.model = model
         self.settings = settings
         self.step = 0
-        self.forward_pass = ForwardPass(model, settings.forward)
+        self.forward_pass = ForwardPass(model, settings.forward, ranks=ranks)
+        ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         self._objective = Objective(settings.algorithm, settings.folder)
 
@@ -123,11 +129,12 @@ class Learner:
             raise InvalidArgumentError("train batch: reference_logprobs_N: needed, since klCoefficient is not 0")
         constant_tokens = algorithm.constant_tokens if isinstance(algorithm, ConstantAggregation) else None
         weights_N = token_weights(batch, algorithm.aggregation, denominator, constant_tokens=constant_tokens)
-        totals = _LossTotals()
+        ranks = self.forward_pass.ranks
+        totals = _LossTotals(self.model.device)
         for micro in self.forward_pass.micro_batches(batch):
             self._backward(batch, micro, weights_N, objective, totals)
-        metrics = totals.metrics(sequence_count=len(batch.lengths_B))
-        objective.check_step(metrics.loss)
+        metrics = totals.metrics(batch, ranks)
+        objective.check_step(metrics.loss, ranks)
         return metrics
 
     def optimizer_step(self) -> OptimizerMetrics:
@@ -156,6 +163,9 @@ class Learner:
     ) -> None:
         token_ids_P = self._tensor(batch.token_ids_N[micro.tokens_P])
         logprobs_PV = self._logprobs(micro, token_ids_P)
+        if not len(token_ids_P):  # other ranks have more micro-batches, and wait for this one's part in the gradient
+            logprobs_PV.sum().backward()
+            return
         # Numbered from 0 in each call: a micro-batch holds whole sequences, but not all of the batch.
         _, sequence_P = np.unique(batch.sequence_of_tokens[micro.tokens_P], return_inverse=True)
         inputs = LossInputs(
@@ -185,7 +195,7 @@ class MockLearner(Learner):
     def forward_backward(
         self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
     ) -> LossMetrics:
-        return _LossTotals().metrics(sequence_count=len(batch.lengths_B))
+        return _no_loss(len(batch.lengths_B))
 
     def optimizer_step(self) -> OptimizerMetrics:
         self.step += 1
@@ -195,36 +205,41 @@ class MockLearner(Learner):
 class _LossTotals:
     """Sums over micro-batches. They stay on the model's device until the end: reading each back would stall a GPU."""
 
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._sums: list[Tensor] = []
-        self._bounds: list[Tensor] = []
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self._bounds = torch.full((2,), -torch.inf, device=device)
+        """The largest of -ratio and ratio."""
 
     def add(self, inputs: LossInputs, terms: ObjectiveTerms) -> None:
         with torch.no_grad():
             difference_P = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T)
             ratio_P = difference_P.exp()
-            self._tokens += len(ratio_P)
             mismatch_P = torch.expm1(difference_P) - difference_P
             columns = (terms.entropy_T, terms.kl_T, ratio_P, mismatch_P, terms.clipped_T.float())
-            self._sums.append(torch.stack([terms.objective, *(column.sum() for column in columns)]).double())
-            self._bounds.append(torch.stack([ratio_P.min(), ratio_P.max()]))
+            self._sums += torch.stack([terms.objective, *(column.sum() for column in columns)])
+            self._bounds = self._bounds.maximum(torch.stack([-ratio_P.min(), ratio_P.max()]))
 
-    def metrics(self, sequence_count: int) -> LossMetrics:
-        if not self._sums:
-            return LossMetrics(0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0, sequence_count)
-        loss, *sums = torch.stack(self._sums).sum(0).tolist()
-        entropy, kl, ratio, mismatch, clipped = (total / self._tokens for total in sums)
-        bounds = torch.stack(self._bounds)
+    def metrics(self, batch: TrainBatch, ranks: Ranks) -> LossMetrics:
+        """Return the figures of the whole batch, of which each rank has added up its share."""
+        sequences, tokens = len(batch.lengths_B), batch.token_count
+        if not tokens:
+            return _no_loss(sequences)
+        loss, *sums = ranks.sum(self._sums).tolist()
+        entropy, kl, ratio, mismatch, clipped = (total / tokens for total in sums)
+        negative_ratio_min, ratio_max = ranks.maximum(self._bounds).tolist()
         return LossMetrics(
             loss=loss,
             entropy=entropy,
             reference_kl=kl,
             ratio_mean=ratio,
-            ratio_min=float(bounds[:, 0].min()),
-            ratio_max=float(bounds[:, 1].max()),
+            ratio_min=-negative_ratio_min,
+            ratio_max=ratio_max,
             mismatch_kl=mismatch,
             clip_fraction=clipped,
-            token_count=self._tokens,
-            sequence_count=sequence_count,
+            token_count=tokens,
+            sequence_count=sequences,
         )
+
+
+def _no_loss(sequence_count: int) -> LossMetrics:
+    return LossMetrics(0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0, sequence_count)

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from nexrl.spec.cluster import Template
-from nexrl.spec.section import ROLLING, Replicas, Seed, refuse, written_out
+from nexrl.spec.section import ROLLING, Device, Replicas, Seed, refuse, written_out
 from nexrl.spec.variants import VariantSection
 
 VLLM_ARGUMENTS_OF_OURS = frozenset(
@@ -64,6 +64,9 @@ class BuiltinInference(InferenceSpec):
     IN_FLIGHT: ClassVar = ("keep",)
 
     backend: Literal["builtin"] = Field(default="builtin", description="The PyTorch engine of this project.")
+    device: Device = Field(
+        default="auto", description="What PyTorch computes on; auto: one CUDA GPU if there is one, otherwise the CPU."
+    )
 
 
 class VllmInference(InferenceSpec):

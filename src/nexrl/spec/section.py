@@ -1,7 +1,7 @@
 """What all sections of the experiment file are built from: value types, marks, and the class `Section`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -101,6 +101,7 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Replicas = Annotated[int, Field(ge=1, le=1024)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from nexrl.spec.cluster import Template
-from nexrl.spec.section import Count, CountOrZero, Location, Section, Seed, written_out
+from nexrl.spec.section import Count, CountOrZero, Device, Location, Section, Seed, written_out
 from nexrl.spec.variants import VariantSection
 
 
@@ -22,6 +22,9 @@ class TrainerSpec(Section):
     replicas: int = Field(default=1, ge=1, le=1, description="Trainer processes; only one is supported.")
     max_tokens_per_micro_batch: Count = Field(
         default=8192, description="Tokens of one forward and backward pass; the result does not depend on it."
+    )
+    device: Device = Field(
+        default="auto", description="What PyTorch computes on; auto: one CUDA GPU if there is one, otherwise the CPU."
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of PyTorch.")
     seed: Seed = Field(default=0, description="Seed of everything that is random in training.")

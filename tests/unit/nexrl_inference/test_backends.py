@@ -1,10 +1,17 @@
 """The backends that can be started are those that the experiment file allows."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from nexrl.errors import FailedPreconditionError
 from nexrl.spec import ExperimentSpec
+from nexrl_inference import server
 from nexrl_inference.server import BACKENDS
+from tests.support.services import running_service, small_experiment
 
 
 def variants(schema: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -23,3 +30,13 @@ def test_each_backend_of_the_experiment_file_can_be_started_and_no_other() -> No
     backends = [variant["properties"]["backend"] for variant in variants(schema, schema["properties"]["inference"])]
     allowed = [name for backend in backends for name in backend.get("enum", [backend.get("const")])]
     assert sorted(allowed) == sorted(BACKENDS)
+
+
+async def test_the_built_in_engine_computes_on_the_device_of_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    experiment = small_experiment(inference={"maxTokensPerRow": 32, "device": "cuda"})
+    with pytest.raises(FailedPreconditionError, match=r"inference\.device: cuda"):
+        async with running_service(tmp_path, server.start, experiment, weight_sync="127.0.0.1:1"):
+            pass

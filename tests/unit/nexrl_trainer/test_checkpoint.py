@@ -73,6 +73,24 @@ def test_resumed_run_equals_the_run_that_was_never_stopped(
     assert_equal_state(whole, resumed)
 
 
+def test_the_random_state_of_a_gpu_is_restored_on_a_gpu_and_ignored_on_a_cpu(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, state = build_learner(), torch.arange(16, dtype=torch.uint8)
+    restored: list[tuple[list[int], str]] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state)
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: restored.append((state.tolist(), str(device)))
+    )
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(type(learner.model), "device", torch.device("cuda"))  # its weights stay where they are
+        path = save(tmp_path, learner, tokenizer)
+        load_checkpoint(path, learner)
+    assert restored == [(list(range(16)), "cuda")]
+    load_checkpoint(path, learner)
+    assert len(restored) == 1
+
+
 def test_hugging_face_opens_a_checkpoint(
     tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:

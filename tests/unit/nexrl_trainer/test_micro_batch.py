@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nexrl.train_batch import TrainBatch, TrainSequence
-from nexrl_trainer.micro_batch import MicroBatch, split_batch
+from nexrl_trainer.micro_batch import MicroBatch, share_out, split_batch
 
 # Two sequences: prompt 5 6, completion 7 8; prompt 9, completion 10. The first ends with a token that is not trained.
 BATCH = TrainBatch.pack(
@@ -78,6 +78,48 @@ def test_every_trained_token_is_predicted_once_from_its_own_context(
             assert seen_tokens(micro, int(position)) == batch.token_ids_N[start:token].tolist()
         predicted.extend(micro.tokens_P.tolist())
     assert sorted(predicted) == np.flatnonzero(batch.loss_mask_N).tolist()
+
+
+@given(tokens=st.lists(st.integers(1, 500), max_size=40), ranks=st.integers(1, 9))
+def test_rows_are_shared_out_evenly(tokens: list[int], ranks: int) -> None:
+    shares = share_out(tokens, ranks)
+    assert sorted(row for share in shares for row in share) == list(range(len(tokens)))
+    assert all(share == sorted(share) for share in shares)
+    totals = [sum(tokens[row] for row in share) for share in shares]
+    assert len(totals) == ranks
+    assert max(totals) - min(totals) <= max(tokens, default=0)
+    assert shares == share_out(tokens, ranks)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    sequences=st.integers(0, 12),
+    max_tokens=st.integers(1, 60),
+    shared_row_tokens=st.integers(0, 60),
+    ranks=st.integers(1, 6),
+)
+def test_each_token_is_predicted_on_one_rank_and_all_ranks_do_the_same_number_of_passes(
+    build_batch: Callable[..., TrainBatch],
+    seed: int,
+    sequences: int,
+    max_tokens: int,
+    shared_row_tokens: int,
+    ranks: int,
+) -> None:
+    batch = build_batch(seed, sequences)
+    by_rank = [split_batch(batch, max_tokens, shared_row_tokens, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert len({len(micros) for micros in by_rank}) == 1
+    predicted = [token for micros in by_rank for micro in micros for token in micro.tokens_P.tolist()]
+    assert sorted(predicted) == np.flatnonzero(batch.loss_mask_N).tolist()
+    passes = list(zip(*by_rank, strict=True))
+    assert all(any(len(micro.tokens_P) for micro in micros) for micros in passes)  # none is for nothing
+
+
+def test_samples_of_one_task_are_work_for_all_ranks() -> None:
+    batch = group([5, 6], *[[7, 8, 9, 1]] * 4)
+    by_rank = [split_batch(batch, 100, rank=rank, ranks=2) for rank in range(2)]
+    assert [[micro.input_ids_BT.shape for micro in micros] for micros in by_rank] == [[(2, 5)], [(2, 5)]]
 
 
 def seen_tokens(micro: MicroBatch, position: int) -> list[int]:

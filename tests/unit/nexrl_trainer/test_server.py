@@ -17,11 +17,15 @@ from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer import server
 from nexrl_trainer.forward import ForwardPass
 from nexrl_trainer.server import build_learner, reference_logprobs, run_checkpoints
-from nexrl_trainer.step import Learner, MockLearner
+from nexrl_trainer.step import Learner, LossMetrics, MockLearner, _LossTotals
 from tests.support.eventually import eventually
 from tests.support.families import FAMILIES_BY_TYPE
 from tests.support.services import running_service, small_experiment
 
+BFLOAT16 = {
+    "scratch": {"alphabet": "01", "hiddenSize": 8, "intermediateSize": 8, "layers": 1, "heads": 1, "maxPositions": 32},
+    "dtype": "bfloat16",
+}
 NOBODY = "127.0.0.1:1"
 """An address where nothing listens."""
 
@@ -97,6 +101,47 @@ def tensor_bytes() -> int:
     gc.collect()
     tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_policy_reference_model_batches_and_optimizer_are_on_the_device_of_the_experiment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On `meta`, which has no values: an operation that mixes two devices fails there as on a GPU."""
+    monkeypatch.setattr(ForwardPass, "_check_model", lambda *_: True)  # reads values
+    asked: list[str] = []
+
+    def choose(field: str, name: str) -> torch.device:
+        asked.append(f"{field}={name}")
+        return torch.device("meta")
+
+    monkeypatch.setattr(server, "choose_device", choose)
+    experiment = spec(trainer={"steps": 10, "device": "cuda"}, model=BFLOAT16, algorithm={"klCoefficient": 0.1})
+    batch = TrainBatch.pack(
+        [TrainSequence([4, 5, own], [False, True, True], [0.0, -1.0, -1.0], 1.0, [0.0, -1.0, -1.0]) for own in (4, 5)]
+    )
+    learner = build_learner(experiment)
+    monkeypatch.setattr(_LossTotals, "metrics", lambda *_, **__: LossMetrics(0, 0, 0, 1, 1, 1, 0, 0, 4, 2))
+    learner.forward_backward(batch)
+    masters = [tensor for name, tensor in learner.optimizer.tensors().items() if name.startswith("master.")]
+    assert len(masters) == len(list(learner.model.parameters()))
+    gradients = [master.grad for master in learner.optimizer._masters.values()]
+    assert {None if tensor is None else tensor.device.type for tensor in [*masters, *gradients]} == {"meta"}
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # only when the result is read
+        reference_logprobs(experiment, shares_prompts=True)(batch)
+    assert asked == ["trainer.device=cuda"] * 2
+
+
+async def test_a_trainer_on_the_cpu_of_a_machine_with_a_gpu_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "idle_gpu_warning", lambda field, device: f"{field}: {device}, beside a GPU")
+
+    async def warnings() -> list[str]:
+        return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+    async with running_service(tmp_path, server.start, trajectory_pool=NOBODY, weight_sync=NOBODY):
+        (message,) = await eventually(warnings)
+    assert "trainer.device: cpu, beside a GPU" in message
 
 
 async def test_a_trainer_warns_at_its_start_if_its_model_cannot_share_prompts(

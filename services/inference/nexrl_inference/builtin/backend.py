@@ -1,10 +1,13 @@
 """Starts the built-in engine."""
 
 import asyncio
+from typing import Any
 
+from nexrl.device import choose_device
 from nexrl.models import build_empty_model, iter_weights
 from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.inference import BuiltinInference
 from nexrl.tokenizers import build_tokenizer
 from nexrl.weights.packing import allocate, tensor_specs
 from nexrl_inference.backend import Backend, text_decoder
@@ -18,7 +21,9 @@ async def start(process: ServiceProcess) -> Backend:
     """Build the model without weights, and start the engine in a thread of its own."""
     spec = process.experiment.spec
     tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)
-    model = await asyncio.to_thread(build_empty_model, spec.model)
+    assert isinstance(spec.inference, BuiltinInference)
+    device: Any = choose_device("inference.device", spec.inference.device)  # transformers has no type for it
+    model = (await asyncio.to_thread(build_empty_model, spec.model)).to(device)
     engine = EngineThread(
         Engine(
             model,

@@ -1,0 +1,143 @@
+"""Trainer ranks, real processes over Gloo: what is learned does not depend on their number."""
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nexrl_trainer.losses import LOSSES
+from tests.support.rank_process import PATIENCE_SECONDS, RankCase, Trained, main, train
+
+pytestmark = pytest.mark.timeout(300)  # four processes import torch
+
+MAX_RANKS = 4
+STEPS = [9, 3, 0, 12, 1, 8]
+"""Sequences of each step: more than ranks, fewer than ranks, none."""
+AGGREGATIONS = {"ppo_clip": "token", "cispo": "sequence", "reinforce": "constant"}
+
+# A split into other micro-batches and ranks changes the order in which float32 numbers are added up, and nothing else.
+# The largest differences measured after these steps: 2e-6 of a metric, 5e-7 of a log-probability, 2e-7 of a weight.
+METRIC_TOLERANCE = 2e-5
+LOGPROB_TOLERANCE = 5e-6
+WEIGHT_TOLERANCE = 2e-6
+BFLOAT16_TOLERANCE = 2.0**-7
+"""Twice the distance of bfloat16 numbers of the size of these weights and gradients, near 0.5."""
+
+USER_LOSSES = """
+import torch
+from nexrl.algorithm import LossInputs, LossOutputs
+
+def of_one_sequence(inputs: LossInputs) -> LossOutputs:
+    is_chosen_T = inputs.columns["number"] == 2
+    clipped_T = torch.zeros_like(is_chosen_T)
+    if not is_chosen_T.any():
+        return LossOutputs(torch.zeros(()), clipped_T)
+    return LossOutputs(-(inputs.weights_T * inputs.logprobs_T)[is_chosen_T].sum(), clipped_T)
+
+def infinite_gradient_of_one_sequence(inputs: LossInputs) -> LossOutputs:
+    zero_T = inputs.logprobs_T - inputs.logprobs_T.detach()
+    is_chosen_T = inputs.columns["number"] == 2
+    return LossOutputs(torch.where(is_chosen_T, zero_T.abs().sqrt(), zero_T).sum(), torch.zeros_like(is_chosen_T))
+"""
+
+
+class RankProcesses:
+    """Processes that can be the ranks of one trainer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._numbers = folder, count()
+        spawning = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(MAX_RANKS):
+            ours, theirs = spawning.Pipe()
+            self._processes.append(spawning.Process(target=main, args=(rank, theirs), daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._connections.append(ours)
+
+    def train(self, size: int, cases: Sequence[RankCase]) -> list[list[Trained]]:
+        """Train the cases on `size` ranks, and return for each case what each rank has."""
+        rendezvous_file = self._folder / f"rendezvous-{next(self._numbers)}"
+        connections = self._connections[:size]
+        for connection in connections:
+            connection.send((size, str(rendezvous_file), cases))
+        by_rank = [connection.recv() for connection in connections]
+        return [list(of_case) for of_case in zip(*by_rank, strict=True)]
+
+    def end(self) -> None:
+        """End the processes; returns when they are gone."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(PATIENCE_SECONDS)
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    ranks = RankProcesses(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.end()
+
+
+def assert_as_on_one_rank(alone: Trained, by_rank: Sequence[Trained]) -> None:
+    """All ranks have the same figures and weights, bit for bit, and a single rank has them up to rounding."""
+    for trained in by_rank:
+        assert trained.error == alone.error == ""
+        assert trained.metrics == by_rank[0].metrics
+        assert trained.passes == by_rank[0].passes  # or a rank would wait for the others for ever
+        for figures, expected in zip(trained.metrics, alone.metrics, strict=True):
+            assert figures == pytest.approx(expected, rel=METRIC_TOLERANCE, abs=1e-6)
+        for logprobs_N, expected_N in zip(trained.logprobs, alone.logprobs, strict=True):
+            np.testing.assert_allclose(logprobs_N, expected_N, rtol=0, atol=LOGPROB_TOLERANCE)
+        for name, weight in alone.weights.items():
+            np.testing.assert_array_equal(trained.weights[name], by_rank[0].weights[name])
+            np.testing.assert_allclose(trained.weights[name], weight, rtol=0, atol=WEIGHT_TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:
+    algorithm = {"aggregation": AGGREGATIONS[loss], "entropy_coefficient": 0.05, "kl_coefficient": 0.1}
+    constant = {"constant_tokens": 8} if AGGREGATIONS[loss] == "constant" else {}
+    case = RankCase(STEPS, {"loss": loss, **algorithm, **constant})
+    (by_rank,) = ranks.train(size, [case])
+    assert_as_on_one_rank(train(case), by_rank)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_model_and_work(ranks: RankProcesses, size: int) -> None:
+    case = RankCase([64], {"loss": "reinforce"})
+    alone, (by_rank,) = train(case), ranks.train(size, [case])
+    for trained in by_rank:
+        assert trained.shard_bytes < 1.05 * alone.shard_bytes / size
+        assert trained.passes[0] < 1.5 * alone.passes[0] / size
+
+
+def test_masters_of_a_16_bit_model_are_in_float32_on_all_ranks(ranks: RankProcesses) -> None:
+    case = RankCase([9, 3, 0, 8], {"loss": "ppo_clip"}, data_type="bfloat16")
+    alone, (by_rank,) = train(case), ranks.train(2, [case])
+    for trained in by_rank:
+        assert trained.metrics == by_rank[0].metrics
+        for name, master in alone.masters.items():
+            assert master.dtype == trained.masters[name].dtype == np.float32
+            np.testing.assert_allclose(trained.masters[name], master, rtol=0, atol=BFLOAT16_TOLERANCE, err_msg=name)
+
+
+def test_a_loss_of_the_user_is_checked_over_all_ranks(ranks: RankProcesses, tmp_path: Path) -> None:
+    (tmp_path / "user_losses.py").write_text(USER_LOSSES)
+    sound, wrong = (
+        RankCase([9, 3], {"loss": f"user_losses:{name}"}, tmp_path)
+        for name in ("of_one_sequence", "infinite_gradient_of_one_sequence")
+    )
+    by_rank, failed = ranks.train(4, [sound, wrong])
+    assert_as_on_one_rank(train(sound), by_rank)
+    assert len({trained.error for trained in failed}) == 1
+    assert "TrainingFailedError" in failed[0].error
+    assert "its gradient by logprobs_T is not finite" in failed[0].error
