@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -53,8 +54,9 @@ async def test_a_message_above_the_limit_of_the_server_is_refused_before_it_is_r
         counting_proxy(process.address) as proxy,
         connect(proxy.address) as channel,
     ):
+        put: Any = channel.unary_unary(METHOD)
         with pytest.raises(grpc.aio.AioRpcError, match=f"larger than max \\({size} vs. {size - 1}\\)") as refusal:
-            await channel.unary_unary(METHOD)(bytes(size), timeout=20)
+            await put(bytes(size), timeout=20)
     assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert proxy.sent_bytes < size / 10
 
@@ -82,8 +84,9 @@ async def test_a_request_in_pieces_is_refused_at_the_piece_that_is_over_the_limi
     ):
         with pytest.raises(InvalidArgumentError, match=f"request: {LIMIT_BYTES + 1} bytes; .* at most {LIMIT_BYTES};"):
             await start(channel, LIMIT_BYTES + 1)
+        put: Any = channel.stream_unary(METHOD)
         with pytest.raises(grpc.aio.AioRpcError, match=f"request: {LIMIT_BYTES + PIECE_BYTES} bytes;"):
-            await channel.stream_unary(METHOD)(endless(), timeout=20)
+            await put(endless(), timeout=20)
     assert servicer.request_ids == []
 
 

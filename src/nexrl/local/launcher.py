@@ -195,7 +195,7 @@ class Launcher:
     async def _follow(self, controller: grpc.aio.Channel, pool: grpc.aio.Channel) -> pb.Experiment | None:
         with RunView(self.experiment, self.children) as view:
             ending = asyncio.create_task(self._until_ended(controller, view))
-            beside = [
+            beside: list[asyncio.Future[Any]] = [
                 asyncio.create_task(_show_details(pool, controller, view)),
                 asyncio.create_task(_rotate_logs(self.children)),
             ]
