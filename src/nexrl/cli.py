@@ -53,10 +53,10 @@ def serve(service: Annotated[str, typer.Argument(help="The service, for example 
     found = {point.name: point for point in entry_points(group="nexrl.services")}
     if service not in found:
         raise InvalidArgumentError(f"service: {service!r}; allowed: {', '.join(sorted(found))}")
-    # The garbage collector finds nothing in modules, and takes a tenth of the CPU time of importing torch, or more.
+    # Modules contain no garbage. Collections during the import of torch take a tenth of its CPU time, or more.
     gc.disable()
     main = found[service].load()
-    gc.freeze()  # nor does it look through them later
+    gc.freeze()  # later collections skip the modules
     gc.enable()
     main()
 

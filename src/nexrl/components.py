@@ -95,6 +95,8 @@ class Wiring:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
+        if component.name == "data-reader":
+            variables["PYTHONHASHSEED"] = "0"  # a factory that lists a set has the same order after a restart
         if component.name == "trajectory-pool":
             variables["NEXRL_DATA_READER"] = self.data_reader
         if component.uses_redis:

@@ -7,6 +7,8 @@ keeps the output as long as the pod exists, so a process that mounts the run's v
 import contextlib
 import logging
 import os
+import stat
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TextIO
@@ -26,9 +28,18 @@ def newest_bytes(log: Path, limit: int = 2 * LOG_BYTES) -> bytes:
     """Return the end of a log across its rotation; b"" if there is none."""
     content = b""
     for path in (older_log_path(log), log):
-        with contextlib.suppress(FileNotFoundError):
-            content += path.read_bytes()
+        with contextlib.suppress(OSError), open(path, "rb", opener=_open_file) as file:
+            content += file.read()
     return content[-limit:]
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a log. User code may write to its folder: raises OSError for a link, a pipe or a device."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(f"{path} is no regular file")
 
 
 def rotate(log: Path) -> None:
@@ -52,6 +63,9 @@ class KeptLog(RotatingFileHandler):
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_open_file)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name of logging.Handler
         """Do nothing: the line is also on standard error, and an error for each line would hide the others."""

@@ -6,20 +6,22 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 
 from nexrl.datasets import open_datasets
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from nexrl.local.components import LOOPBACK, free_ports
-from nexrl.rpc.client import call, connect
+from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.spec import Experiment, with_folder
 from nexrl.v1 import data_loader_service_pb2 as pb
 from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceStub
 from nexrl.v1.trajectory_pb2 import PURPOSE_TRAINING, PURPOSE_VALIDATION
 from nexrl_data_reader import server as data_reader
 from nexrl_trajectory_pool import server as trajectory_pool
+from nexrl_trajectory_pool import task_reader
 from tests.support.eventually import eventually
-from tests.support.pool import CALL_SECONDS, PoolClient, samples_of, scored
+from tests.support.pool import CALL_SECONDS, TAG, PoolClient, samples_of, scored
 from tests.support.services import running_service, small_experiment
 
 if TYPE_CHECKING:
@@ -81,6 +83,38 @@ async def test_a_data_reader_that_dies_costs_no_task_and_grants_none_twice(
         for lease in taken:
             assert await pool.put([scored(sample) for sample in lease.samples]) == ["ACCEPTED"] * 2
         assert not (await pool.audit()).findings
+
+
+async def test_no_sample_is_granted_while_the_data_reader_is_away(
+    tmp_path: Path, redis_url: str, experiment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_reader, "READ_SECONDS", 0.3)
+    experiment = small_experiment(experiment_name)
+    async with pool_of(tmp_path, redis_url, experiment) as (pool, reader):
+        for _ in range(3):  # each as a worker that has given up the call before
+            request = pb.LeaseTasksRequest(request_id=new_request_id(), model_tag=TAG, max_samples=2)
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await pool.loader.LeaseTasks(request, timeout=CALL_SECONDS)
+            assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert (await pool.state()).granted == 2  # of the first call, which could not know
+        async with reader(experiment):
+            assert len((await pool.lease(2)).leases) == 1
+
+
+async def test_what_is_read_after_a_restart_continues_in_the_same_order(
+    tmp_path: Path, redis_url: str, experiment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_reader, "READ_AHEAD", 3)
+    monkeypatch.setattr(task_reader, "MAX_KEPT_CHARACTERS", 300)
+    experiment = small_experiment(experiment_name, data={**TWO_EPOCHS, "shuffle": True})
+    source = open_datasets(experiment.spec, tmp_path).train
+    taken: list[str] = []
+    async with pool_of(tmp_path, redis_url, experiment) as (pool, reader):
+        for _ in range(3):
+            async with reader(experiment):  # a new one for each lease
+                leased = await pool.lease(4)
+            taken += [lease.task.task_id for lease in leased.leases]
+    assert taken == [source.task(*source.locate(position))["id"] for position in range(6)]
 
 
 async def test_a_data_set_that_changes_while_the_pool_runs_is_refused(

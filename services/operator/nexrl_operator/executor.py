@@ -197,7 +197,8 @@ class Executor:
 
     async def _placed_again(self, observed: Observed, item: Object) -> Object:
         """Return the item with pods on the nodes that the living object was placed on."""
-        if (nodes := nodes_before(observed.find(item))) is not None:
+        is_queued = observed.admission is not None and item["kind"] in WORKLOADS
+        if is_queued and (nodes := nodes_before(observed.find(item))) is not None:
             return placed(item, nodes)
         [item] = await self._placed(observed, [item])
         return item

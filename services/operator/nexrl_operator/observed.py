@@ -125,13 +125,14 @@ class Observed:
         for pod in self.pods:
             if component_of(pod) in ("controller", "trainer") or is_deleted(pod):
                 continue
+            # A Deployment keeps its evicted pods; after a restart of the operator they would count again.
+            if component_of(pod) in ("rollout", "inference") and (told := own_eviction(pod)):
+                yield Exit(f"{pod['metadata']['uid']}/evicted", instance_of(pod), -SIGKILL, told)
+                continue  # one exit for each instance: earlier ones of the pod were reported before
             for name in REPORTED_CONTAINERS:
                 if ended := _container(pod, name).get("lastState", {}).get("terminated"):
                     request_id = f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}"
                     yield _exit(request_id, _instance_of(pod, name), ended, words(pod, name, ended))
-            # A Deployment keeps its evicted pods; after a restart of the operator they would count again.
-            if component_of(pod) in ("rollout", "inference") and (told := own_eviction(pod)):
-                yield Exit(f"{pod['metadata']['uid']}/evicted", instance_of(pod), -SIGKILL, told)
 
     def job_exit(self, job: Object) -> Exit:
         """Return how a Job ended."""

@@ -217,7 +217,7 @@ class PodTemplates:
         yield self._experiment_volume()
         yield f"{component.name}-tmp", (Path("/tmp"), {"emptyDir": {"sizeLimit": SHAPES[component.name].volume_size}})
         # Where a volume is mounted, Kubernetes mounts no token of the ServiceAccount.
-        yield f"{component.name}-no-token", (TOKEN_FOLDER, {"emptyDir": {}})
+        yield f"{component.name}-no-token", (TOKEN_FOLDER, {"emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}})
         yield from self._tls_volume()
 
     def _experiment_volume(self) -> tuple[str, tuple[Path, Object]]:
@@ -326,7 +326,7 @@ def _probes(component: Component) -> Object:
 
 def _mount(name: str, path: Path, source: Object) -> Object:
     mount: Object = {"name": name, "mountPath": str(path)}
-    if "configMap" in source or "secret" in source:
+    if "configMap" in source or "secret" in source or path == TOKEN_FOLDER:
         mount["readOnly"] = True
     if name == LOGS_FOLDER:
         mount["subPath"] = LOGS_FOLDER

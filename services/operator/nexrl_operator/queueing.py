@@ -78,10 +78,14 @@ def nodes_of(flavors: Mapping[str, Object], names: Sequence[str]) -> Object:
 
 
 def nodes_before(live: Object | None) -> Object | None:
-    """Return the nodes that an object was placed on when it was applied; None if it says nothing."""
-    told = (live or {}).get("metadata", {}).get("annotations", {}).get(NODES)
-    nodes: Object | None = json.loads(told) if told else None
-    return nodes
+    """Return the nodes that an object was placed on when it was applied; None if it does not say so."""
+    told = (live or {}).get("metadata", {}).get("annotations", {}).get(NODES, "")
+    try:
+        nodes = json.loads(told)
+        labels = [[str(key), str(value)] for key, value in nodes["nodeLabels"]]
+        return {"nodeLabels": labels, "tolerations": [dict(each) for each in nodes["tolerations"]]}
+    except (ValueError, KeyError, TypeError):  # anybody who may edit the object can write there
+        return None
 
 
 def placed(workload: Object, nodes: Object) -> Object:

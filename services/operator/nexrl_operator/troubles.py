@@ -146,7 +146,9 @@ def _slow_start(pod: Object, now: float) -> Trouble | None:
     for status in _statuses(pod):
         if _starting_seconds(status, now) >= START_SECONDS:
             since, name = status["state"]["running"]["startedAt"], pod["metadata"]["name"]
-            log = f"`kubectl logs {name} --container={status['name']}` shows what it does"
+            beside = [each.name for each in COMPONENTS if each.beside == component_of(pod)]  # it waits for these
+            logs = [f"`kubectl logs {name} --container={each}`" for each in (status["name"], *beside)]
+            log = f"{' and '.join(logs)} {'show what they do' if beside else 'shows what it does'}"
             message = f"{subject(pod, status['name'])} runs since {since} and is not ready: it waits for others,"
             return Trouble("NotStarted", f"{message} loads a model, or code that it imports does not end; {log}")
     return None

@@ -99,6 +99,7 @@ class Pool:
     ) -> LeasedTasks:
         """Grant samples, those of a running validation round before all others. Waits while there are none."""
         seconds = self.lease_seconds(lease_seconds)
+        await self.source(False).check()
 
         async def attempt() -> tuple[tuple[Grant, bool], bool]:
             grant = await self.training.lease_tasks(request_id, max_samples, seconds)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nexrl.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from nexrl.errors import DeadlineExceededError, FailedPreconditionError, NexrlError, UnavailableError
 from nexrl.rpc.client import call
 from nexrl.v1 import data_loader_service_pb2 as pb
 from nexrl.v1.trajectory_pb2 import Task
@@ -17,7 +17,7 @@ START_SECONDS = 2700.0
 READ_SECONDS = 15.0
 """Longest time for the data reader to answer, also while it is restarted. Below the deadline of LeaseTasks."""
 READ_AHEAD = 256
-MAX_KEPT = 8192
+MAX_KEPT_CHARACTERS = 64 * 2**20
 
 
 class TaskReader:
@@ -31,6 +31,8 @@ class TaskReader:
         self._stub = stub
         self._purpose = purpose
         self._kept: dict[int, Task] = {}
+        self._kept_characters = 0
+        self._is_answering = True
 
     @classmethod
     async def open(cls, stub: "DataReaderServiceAsyncStub", purpose: "Purpose.ValueType") -> "TaskReader":
@@ -42,11 +44,27 @@ class TaskReader:
         """Return the task at `position` of the sequence of all epochs. Raises the errors of `_read`."""
         if position not in self._kept:
             request = pb.ReadTasksRequest(purpose=self._purpose, cursor=position, count=READ_AHEAD)
-            for ahead, task in enumerate(await self._read(request)):
-                self._kept[position + ahead] = task
-            while len(self._kept) > MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
+            tasks = await self._read(request)
+            for ahead, task in enumerate(tasks):
+                self._keep(position + ahead, task)
+            return tasks[0]
         return self._kept[position]
+
+    async def check(self) -> None:
+        """Raise the errors of `_read` if the data reader did not answer the newest call and does not answer now.
+
+        Called before samples are granted: samples whose tasks cannot be read are lost to their leases.
+        """
+        if not self._is_answering:
+            await self._read(pb.ReadTasksRequest(purpose=self._purpose))
+
+    def _keep(self, position: int, task: Task) -> None:
+        """Keep a task, and forget the oldest ones that are too much. Several calls may read the same tasks."""
+        if position not in self._kept:
+            self._kept_characters += len(task.item_json)
+        self._kept[position] = task
+        while self._kept_characters > MAX_KEPT_CHARACTERS and len(self._kept) > 1:
+            self._kept_characters -= len(self._kept.pop(next(iter(self._kept))).item_json)
 
     async def task_in_source_order(self, index: int) -> Task:
         """Return the task at `index` in the order of the source. Raises the errors of `_read`."""
@@ -57,8 +75,12 @@ class TaskReader:
         """Raises UnavailableError if the data reader does not answer, FailedPreconditionError if its data changed."""
         try:
             answer = await call(self._stub.ReadTasks, request, timeout_seconds=READ_SECONDS)
-        except DeadlineExceededError as error:
-            raise UnavailableError(f"the data reader does not answer: {error}") from error
+        except NexrlError as error:
+            self._is_answering = False
+            if isinstance(error, DeadlineExceededError):
+                raise UnavailableError(f"the data reader does not answer: {error}") from error
+            raise
+        self._is_answering = answer.items == self.items
         if answer.items != self.items:
             raise FailedPreconditionError(
                 f"the data has {answer.items} tasks and had {self.items}; data must be the same each time it is read"

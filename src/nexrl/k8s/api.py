@@ -273,6 +273,8 @@ def _status(text: str, code: int) -> Object:
 async def _standard_output(socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[bytes]:
     errors = b""
     async for message in socket:
+        if message.type is not aiohttp.WSMsgType.BINARY:  # the connection was lost
+            break
         channel, content = message.data[:1], message.data[1:]
         if channel == STDOUT:
             yield content

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from nexrl.components import BY_NAME
 from nexrl.errors import (
     CheckFailedError,
     DeadlineExceededError,
@@ -97,12 +98,13 @@ async def print_logs(target: Target, component: str, *, follows: bool) -> None:
     With several pods, each line begins with the name of its pod.
     """
     async with _cluster(target.namespace) as (api, namespace):
-        labels = f"nexrl.dev/experiment={target.name},app.kubernetes.io/component={component}"
+        beside = BY_NAME[component].beside if component in BY_NAME else ""
+        labels = f"nexrl.dev/experiment={target.name},app.kubernetes.io/component={beside or component}"
         pods = [pod["metadata"]["name"] for pod in (await api.list(POD, namespace, labelSelector=labels))["items"]]
         if not pods:
             await _print_kept_logs(api, await _get(api, namespace, target.name), component)
             return
-        query = {"container": "nexrl", **({"follow": "true"} if follows else {})}
+        query = {"container": component if beside else "nexrl", **({"follow": "true"} if follows else {})}
 
         async def copy(pod: str) -> None:
             try:
@@ -125,7 +127,7 @@ async def _print_kept_logs(api: Api, experiment: Object, component: str) -> None
     if not found:
         raise NotFoundError(
             f"{name}: there are no pods of {component!r}, and the volume has no logs of it; it keeps logs of all "
-            "components with storage.accessMode: ReadWriteMany, otherwise only of the trainer"
+            "components but the data reader with storage.accessMode: ReadWriteMany, otherwise only of the trainer"
         )
 
 

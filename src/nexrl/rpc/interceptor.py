@@ -23,6 +23,8 @@ from nexrl.task_cancellation import is_current_task_cancelled
 log = logging.getLogger(__name__)
 
 MAX_DEADLINE_SECONDS = 3600.0
+PIECE_SECONDS = 20.0
+"""Longest time between two pieces of a request."""
 WITHOUT_DEADLINE = ("/grpc.health.", "/grpc.reflection.")
 
 HANDLED = Counter("grpc_server_handled_total", "RPCs completed.", ["grpc_service", "grpc_method", "grpc_code"])
@@ -128,10 +130,21 @@ def _guard_pieces(
                 while piece is not grpc.aio.EOF:
                     _require_size(size := size + len(piece), method)
                     pieces.append(piece)
-                    piece = await context.read()
-                return await behaviour(parse(b"".join(pieces)), context)
+                    piece = await _next_piece(context)
+                request = parse(b"".join(pieces))
+                pieces.clear()  # the handler may take minutes
+                return await behaviour(request, context)
 
     return guarded
+
+
+async def _next_piece(context: Context) -> Any:
+    """Read on. Raises UnavailableError if the caller is silent, because other requests in pieces wait for this one."""
+    try:
+        async with asyncio.timeout(PIECE_SECONDS):
+            return await context.read()
+    except TimeoutError:
+        raise UnavailableError(f"request: its next piece did not arrive within {PIECE_SECONDS:g} s") from None
 
 
 async def _each(messages: AsyncIterator[bytes], _: Context, parse: Parse) -> AsyncIterator[Any]:

@@ -1,7 +1,6 @@
 """The process of a service: gRPC server, health, reflection, /metrics, background tasks, bounded stop on SIGTERM."""
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -187,7 +186,6 @@ class ServiceProcess:
             reflection.enable_server_reflection([*self._names, reflection.SERVICE_NAME], self.server)
         await self.server.start()
         self.spawn(self.activity.send_heartbeats())
-        gc.freeze()  # the modules stay: a collection would look at each of their objects again
         log.info("listening", extra={"address": self.address, "metrics_port": self.metrics_port})
 
     async def _close(self) -> None:

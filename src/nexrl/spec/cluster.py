@@ -57,8 +57,9 @@ class StorageSpec(Section):
     )
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
         default="ReadWriteOnce",
-        description="ReadWriteMany: the volume keeps the logs of all components, and all metrics. ReadWriteOnce: it "
-        "keeps only the trainer's log and metrics; validation's metrics and the other logs are lost with their pods.",
+        description="ReadWriteMany: the volume keeps the logs of all components but the data reader, and all metrics. "
+        "ReadWriteOnce: it keeps only the trainer's log and "
+        "metrics; validation's metrics and the other logs are lost with their pods.",
     )
 
 

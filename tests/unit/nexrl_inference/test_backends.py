@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from nexrl.errors import FailedPreconditionError
+from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import ExperimentSpec
 from nexrl_inference import server
 from nexrl_inference.server import BACKENDS
-from tests.support.services import running_service, small_experiment
+from tests.support.services import settings, small_experiment
 
 
 def variants(schema: Mapping[str, Any], node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -37,6 +38,6 @@ async def test_the_built_in_engine_computes_on_the_device_of_the_experiment(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     experiment = small_experiment(inference={"maxTokensPerRow": 32, "device": "cuda"})
+    process = ServiceProcess("inference", settings(tmp_path, weight_sync="127.0.0.1:1"), experiment)
     with pytest.raises(FailedPreconditionError, match=r"inference\.device: cuda"):
-        async with running_service(tmp_path, server.start, experiment, weight_sync="127.0.0.1:1"):
-            pass
+        await process.run(server.start)

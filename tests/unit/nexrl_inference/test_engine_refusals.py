@@ -27,7 +27,7 @@ def test_nothing_is_generated_before_weights_are_loaded(make_engine: MakeEngine)
 
 def test_impossible_requests_are_refused_with_the_values(model: PreTrainedModel, make_engine: MakeEngine) -> None:
     engine = make_engine(model, max_rows=4, max_tokens_per_row=16)
-    with pytest.raises(InvalidArgumentError, match=r"prompt has 16 tokens.*max_tokens_per_row = 16"):
+    with pytest.raises(InvalidArgumentError, match=r"prompt_token_ids: 16 tokens; .* max_tokens_per_row = 16"):
         engine.submit(GenerationRequest("r", (5,) * 16, max_new_tokens=1))
     with pytest.raises(InvalidArgumentError, match="n: 5; the engine has 4 rows"):
         engine.submit(GenerationRequest("r", (5,), max_new_tokens=1, n=5))

@@ -5,7 +5,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from nexrl.components import BY_NAME
+from nexrl.components import WITH_PODS
 from nexrl.errors import InvalidArgumentError
 from nexrl.spec import Experiment, parse_experiment
 from nexrl_operator.children import Renderer
@@ -162,7 +162,7 @@ def test_an_event_loop_that_hangs_is_noticed_where_nothing_is_computed() -> None
 
 
 def test_nobody_but_the_trainer_is_bound_to_the_node_of_the_volume() -> None:
-    for mode, expected in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {*BY_NAME})):
+    for mode, expected in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {each.name for each in WITH_PODS})):
         made = renderer(storage={"accessMode": mode}).workloads(1).items()
         volumes = {name: item["spec"]["template"]["spec"]["volumes"] for name, item in made}
         assert {name for name, found in volumes.items() if any("persistentVolumeClaim" in v for v in found)} == expected
@@ -171,7 +171,7 @@ def test_nobody_but_the_trainer_is_bound_to_the_node_of_the_volume() -> None:
 def test_a_log_is_kept_on_the_volume_where_a_pod_mounts_it_and_only_trainer_and_controller_reach_the_checkpoints() -> (
     None
 ):
-    for mode, keeping in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {*BY_NAME})):
+    for mode, keeping in (("ReadWriteOnce", {"trainer"}), ("ReadWriteMany", {each.name for each in WITH_PODS})):
         made = renderer(storage={"accessMode": mode}).workloads(1)
         keeps = {"name": "NEXRL_KEEPS_LOG", "value": "true"}
         assert {name for name, item in made.items() if keeps in container(item)["env"]} == keeping
@@ -255,7 +255,8 @@ def test_volumes_on_the_disk_of_a_node_have_a_size_that_a_template_replaces() ->
     for name, item in renderer().workloads(1).items():
         volumes = [each for each in item["spec"]["template"]["spec"]["volumes"] if "emptyDir" in each]
         on_disk = {each["emptyDir"]["sizeLimit"] for each in volumes if "medium" not in each["emptyDir"]}
-        assert on_disk == {sizes.get(name, "4Gi")}
+        of_the_data_reader = {"32Gi"} if name == "trajectory-pool" else set()
+        assert on_disk == {sizes.get(name, "4Gi")} | of_the_data_reader
     template = {"spec": {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "900Gi"}}]}}
     trainer = renderer(trainer={"steps": 4, "template": template}).workloads(1)["trainer"]
     assert {"name": "tmp", "emptyDir": {"sizeLimit": "900Gi"}} in trainer["spec"]["template"]["spec"]["volumes"]

@@ -132,7 +132,9 @@ def test_ends_of_the_controller_count_since_the_newest_step_and_without_those_fo
         assert new_status(seen_again, made, Verdict())["setbacks"] == status["setbacks"]  # a step alone changes nothing
     failed = make_plan(ended_controller(made, 1, 9, step=5, **status), made).failed
     assert failed is not None
-    assert failed[1].startswith("the controller ended 3 times without a new step, the last time with exit code 1.")
+    assert failed[1].startswith(
+        "the controller ended 3 times without a new step, the last time with exit code 1: last words."
+    )
 
 
 def test_a_new_pod_of_the_controller_begins_at_no_restarts_and_a_resumed_experiment_with_all() -> None:
