@@ -11,7 +11,7 @@ import stat
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 LOG_BYTES = 4 * 2**20
 """Size at which a log becomes `<process>.log.1`, which replaces the one before: a process has at most twice as much."""
@@ -65,7 +65,8 @@ class KeptLog(RotatingFileHandler):
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_open_file)
+        file = open(self.baseFilename, self.mode, encoding=self.encoding, opener=_open_file)
+        return cast(TextIOWrapper, file)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name of logging.Handler
         """Do nothing: the line is also on standard error, and an error for each line would hide the others."""

@@ -106,7 +106,8 @@ async def test_what_is_read_after_a_restart_continues_in_the_same_order(
 ) -> None:
     monkeypatch.setattr(task_reader, "READ_AHEAD", 3)
     monkeypatch.setattr(task_reader, "MAX_KEPT_CHARACTERS", 300)
-    experiment = small_experiment(experiment_name, data={**TWO_EPOCHS, "shuffle": True})
+    batches = {"batchSize": 16, "groupSize": 2}  # credit for all leases
+    experiment = small_experiment(experiment_name, data={**TWO_EPOCHS, "shuffle": True}, trajectoryPool=batches)
     source = open_datasets(experiment.spec, tmp_path).train
     taken: list[str] = []
     async with pool_of(tmp_path, redis_url, experiment) as (pool, reader):

@@ -60,6 +60,19 @@ def test_a_kept_log_is_bounded_and_has_the_newest_lines(tmp_path: Path) -> None:
     assert b"line 199" in newest_bytes(path)
 
 
+@pytest.mark.timeout(20)
+def test_a_link_and_a_pipe_in_the_folder_of_logs_are_neither_written_nor_read(tmp_path: Path) -> None:
+    checkpoint, link, pipe = tmp_path / "checkpoint", tmp_path / "trainer.log", tmp_path / "controller.log"
+    checkpoint.write_text("weights")
+    link.symlink_to(checkpoint)
+    os.mkfifo(pipe)
+    for path in (link, pipe):
+        assert newest_bytes(path) == b""
+        with pytest.raises(OSError, match=path.name):
+            kept_log.KeptLog(path)
+    assert checkpoint.read_text() == "weights"
+
+
 def test_a_process_whose_log_cannot_be_kept_says_so_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("not a folder")
     done = chat(log_path(tmp_path, "rollout-0"), 1)

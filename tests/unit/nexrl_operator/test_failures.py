@@ -75,8 +75,10 @@ def test_an_eviction_for_the_disk_that_a_pod_uses_itself_is_its_fault() -> None:
     made = renderer()
     now, message = observed(made), 'Usage of EmptyDir volume "tmp" exceeds the limit "32Gi". '
     [job] = now.workloads("trainer")
+    before = {"name": "nexrl", "lastState": {"terminated": {"exitCode": 1, "finishedAt": "2026-11-22T00:00:00Z"}}}
     own = {"phase": "Failed", "reason": "Evicted", "message": message, "conditions": []}
-    rollout, trainer, other = pod(made, "rollout", **own), pod(made, "trainer", **own), pod(made, "weight-sync", **own)
+    rollout = pod(made, "rollout", **own, containerStatuses=[before])  # reported before: each instance has one newest
+    trainer, other = pod(made, "trainer", **own), pod(made, "weight-sync", **own)
     pressed = [{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}]
     drained = pod(made, "rollout", **(own | {"conditions": pressed}))
     now = replace(now, pods=[rollout, trainer, other, drained])
