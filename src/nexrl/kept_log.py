@@ -65,8 +65,7 @@ class KeptLog(RotatingFileHandler):
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
-        file = open(self.baseFilename, self.mode, encoding=self.encoding, opener=_open_file)
-        return cast(TextIOWrapper, file)
+        return cast(TextIOWrapper, open(self.baseFilename, self.mode, encoding=self.encoding, opener=_open_file))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name of logging.Handler
         """Do nothing: the line is also on standard error, and an error for each line would hide the others."""
