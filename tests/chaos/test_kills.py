@@ -18,7 +18,7 @@ SEED = int(os.environ.get("SEED", "0"))
 RESULT = os.environ.get("RESULT", "")
 """File for the result."""
 NAMES = (
-    *("redis", "controller", "weight-sync", "trainer", "trajectory-pool-0", "trajectory-pool-1"),
+    *("redis", "controller", "weight-sync", "data-reader", "trainer", "trajectory-pool-0", "trajectory-pool-1"),
     *("inference-0", "inference-1", "rollout-0", "rollout-1"),
 )
 EXPERIMENT = Path(__file__).with_name("copy-digits.yaml")
