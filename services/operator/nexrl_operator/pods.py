@@ -27,6 +27,8 @@ from nexrl_operator.observed import MAIN_CONTAINER
 from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.templates import lay_over
 
+_OTHER_USER = {"runAsUser": 10002, "runAsGroup": 10002}
+"""Of a container with user code: it sees the processes beside it, but the kernel keeps it from their environment."""
 TOKEN_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 STARTUP_SECONDS = 2700
 """Longest time for a container to start: vLLM may have to load and compile a large model."""
@@ -103,9 +105,8 @@ class PodTemplates:
             "automountServiceAccountToken": self._checks_tokens(component.name),
             "enableServiceLinks": False,
             # The kernel drops SIGTERM for process 1 until it installs a handler, and ours import for seconds first.
-            # With a shared namespace, the pause process is process 1. But then user code in a container beside could
-            # read the environment of the others in /proc.
-            "shareProcessNamespace": len(containers) == 1,
+            # With a shared namespace, the pause process is process 1.
+            "shareProcessNamespace": True,
             "terminationGracePeriodSeconds": SHAPES[component.name].grace_seconds,
             "securityContext": POD_SECURITY,
             "containers": containers,
@@ -133,7 +134,7 @@ class PodTemplates:
             "args": [component.name],
             "env": [*instance, *self._environment(component)],
             "resources": {"requests": dict(shape.requests)},
-            "securityContext": CONTAINER_SECURITY,
+            "securityContext": CONTAINER_SECURITY | (_OTHER_USER if component.beside else {}),
             "volumeMounts": [_mount(name, path, source) for name, (path, source) in volumes.items()],
             **({} if component.beside else {"ports": self._ports(component.name), **_probes(component)}),
         }

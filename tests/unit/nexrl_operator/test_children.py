@@ -124,12 +124,13 @@ def test_who_runs_code_of_the_user_knows_no_redis() -> None:
     assert {name for name in told if not redis & told[name]} == {"rollout", "trainer", "inference"}
 
 
-def test_the_data_reader_shares_neither_credentials_nor_processes_nor_files_with_the_pool_beside_it() -> None:
+def test_the_data_reader_shares_neither_credentials_nor_user_nor_files_with_the_pool_beside_it() -> None:
     settings = {"redis_secret": "redis/password", "tls": "operator", "token_reviews": True}
     pod = renderer(settings=settings).workloads(1)["trajectory-pool"]["spec"]["template"]["spec"]
     pool, reader = pod["containers"]
     assert (pool["name"], reader["name"], reader["args"]) == ("nexrl", "data-reader", ["data-reader"])
-    assert not pod["shareProcessNamespace"]
+    assert pod["securityContext"]["runAsUser"] != reader["securityContext"]["runAsUser"]  # /proc shows only one's own
+    assert "runAsUser" not in pool["securityContext"]
     told = {each["name"]: each.get("value") for each in reader["env"]}
     assert told["NEXRL_LISTEN"] == next(each["value"] for each in pool["env"] if each["name"] == "NEXRL_DATA_READER")
     assert told["NEXRL_LISTEN"].startswith("127.0.0.1:")
@@ -139,7 +140,7 @@ def test_the_data_reader_shares_neither_credentials_nor_processes_nor_files_with
     assert all(mounts[1][name].get("readOnly") for name in set(mounts[0]) & set(mounts[1]))
     token = "/var/run/secrets/kubernetes.io/serviceaccount"
     assert token in {mount["mountPath"] for mount in reader["volumeMounts"]}  # so Kubernetes mounts no token there
-    assert reader["securityContext"] == pool["securityContext"]
+    assert reader["securityContext"] | pool["securityContext"] == reader["securityContext"]
     assert reader["resources"]["limits"] == {"memory": "8Gi"}
 
 
