@@ -153,7 +153,7 @@ def _client(url: str, retry_seconds: float) -> Redis:
             return cast(Redis, _Cluster.from_url(cluster_url, retry_policy=_RetryForSeconds(retry_seconds), **options))
         except RedisClusterException as error:
             raise ValueError(str(error)) from None
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
+    pool = _Pool.from_url(
         url, retry=_RetryForSeconds(retry_seconds), max_connections=MAX_CONNECTIONS, timeout=RETRY_SECONDS, **options
     )
     if issubclass(pool.connection_class, SSLConnection):
@@ -196,6 +196,16 @@ def _refusal(url: str, error: BaseException) -> NexrlError:
 def _shown(url: str) -> str:
     """Return the URL without user, password and query."""
     return re.sub(r"//[^/]*@", "//", url).partition("?")[0]
+
+
+class _Pool(redis.asyncio.BlockingConnectionPool):
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Close the connections, also if the task is cancelled meanwhile: redis-py then leaves them open."""
+        try:
+            await super().disconnect(inuse_connections)
+        except asyncio.CancelledError:
+            await super().disconnect(inuse_connections)
+            raise
 
 
 class _TlsConnection(SSLConnection):

@@ -67,3 +67,15 @@ async def test_a_service_that_starts_waits_for_a_server_that_starts(redis_folder
     with running(server):
         async with aclosing(await connecting) as redis:
             assert await redis.ping()
+
+
+async def test_a_connection_is_closed_by_a_task_that_is_cancelled_while_it_closes_it(redis_folder: Path) -> None:
+    with running(server := Server(program("redis-6.2"), redis_folder)):
+        redis = await connect_redis(server.url)
+        await redis.ping()
+        closing = asyncio.create_task(redis.aclose())
+        await asyncio.sleep(0)  # it waits for its connections
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled()
+        assert not any(each.is_connected for each in redis.connection_pool._available_connections)
