@@ -52,16 +52,23 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, admission: Admission | None = None) -> None:
         self._admission = admission
         self._assembling = asyncio.Lock()
+        self._guarded: dict[str, Handler] = {}
+        """By method, because gRPC asks for the handler of each call."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         method = handler_call_details.method
+        if method not in self._guarded:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._guarded[method] = self._guard(handler, method)
+        return self._guarded[method]
+
+    def _guard(self, handler: Handler, method: str) -> Handler:
         edge = partial(_edge, method=method, admission=self._admission)
         parse = partial(_request, handler=handler, method=method)
         if request_limit_bytes(method) > MAX_PIECE_BYTES:
