@@ -1,61 +1,29 @@
 """Experiments of different owners that share a Redis and an authority, with no network policy between them.
 
 Every RPC of the real controller, pool and weight sync refuses the other experiment, and nothing of the ledger changes.
-tests/kubernetes/test_network.py has the network policies, test_redis_users.py the users in Redis.
+test_redis_users.py has the users in Redis, tests/kubernetes/test_isolation.py all of it on a cluster.
 """
 
-import asyncio
-import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
-import nexrl.v1
 from nexrl.rpc.client import connect
 from nexrl.tls import Tls, experiment_name
 from nexrl_controller import server as controller_server
 from nexrl_weight_sync import server as weight_sync_server
 from tests.support.certificates import OTHERS, OURS, Authority, environment
+from tests.support.foreign_calls import answers, methods
 from tests.support.pool import running_pool
 from tests.support.services import running_service, small_experiment
 
-CALL_SECONDS = 20.0
 OWN_SECONDS = 2.0
 SAME_NAME_ELSEWHERE = experiment_name("other-team", "ours")
 REFUSED, UNKNOWN = "PERMISSION_DENIED", "UNIMPLEMENTED"
-
-
-def methods() -> dict[str, list[str]]:
-    """Return the paths of all RPCs by service."""
-    found = {}
-    for module in pkgutil.iter_modules(nexrl.v1.__path__, "nexrl.v1."):
-        if module.name.endswith("_service_pb2"):
-            for service in importlib.import_module(module.name).DESCRIPTOR.services_by_name.values():
-                found[service.name] = [f"/{service.full_name}/{method.name}" for method in service.methods]
-    return found
-
-
-async def answers(address: str, tls: Tls, seconds: float) -> dict[str, str]:
-    """Call every RPC there is with an empty message; return the status of each."""
-
-    async def status(channel: grpc.aio.Channel, path: str) -> str:
-        call: Any = channel.unary_unary(path)
-        try:
-            await call(b"", timeout=seconds)
-        except grpc.aio.AioRpcError as error:
-            return error.code().name
-        return "OK"
-
-    paths = [path for service in methods().values() for path in service]
-    async with connect(address, tls) as channel:
-        return dict(zip(paths, await asyncio.gather(*(status(channel, path) for path in paths)), strict=True))
 
 
 @pytest.fixture
@@ -95,10 +63,12 @@ async def test_every_rpc_of_an_experiment_refuses_another_owners(
     shown = replace(authority.write(tmp_path / "shown", name), name=OURS)  # it calls our servers by their name
     own = Tls(tmp_path / "ours/ca.crt", OURS, tmp_path / "ours/tls.crt", tmp_path / "ours/tls.key")
     for service, address in services.items():
-        found = await answers(address, shown, CALL_SECONDS)
+        async with connect(address, shown) as channel:
+            found = await answers(channel)
         assert Counter(found.values()).keys() <= {REFUSED, UNKNOWN}
         assert {found[path] for path in methods()[service]} == {REFUSED}
-        admitted = await answers(address, own, OWN_SECONDS)
+        async with connect(address, own) as channel:
+            admitted = await answers(channel, OWN_SECONDS)
         assert REFUSED not in admitted.values()
         assert {path for path, status in admitted.items() if status == UNKNOWN} == {
             path for path, status in found.items() if status == UNKNOWN

@@ -182,15 +182,15 @@ async def test_a_message_over_the_limit_is_a_typed_error_that_names_both_sizes(
 async def test_a_call_may_wait_long_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pings keep its connection; here of 1 s, the shortest that gRPC allows, with the server's limit below, as ours."""
     faster = [(name, 500 if "ping_interval" in name else value) for name, value in server.SERVER_OPTIONS]
-    monkeypatch.setattr(server, "SERVER_OPTIONS", faster)
+    monkeypatch.setattr(server, "SERVER_OPTIONS", [*faster, ("grpc.http2.max_ping_strikes", 1)])
 
-    async def take_six_seconds(request: pb.StartValidationRequest) -> pb.StartValidationResponse:
-        await asyncio.sleep(6)  # five pings: with three too many the connection is closed
+    async def take_four_seconds(request: pb.StartValidationRequest) -> pb.StartValidationResponse:
+        await asyncio.sleep(4)  # three pings: with two too many the connection is closed
         return pb.StartValidationResponse(samples=7)
 
     options = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
     async with (
-        running_service(tmp_path, serving(ValidatorServicer(take_six_seconds))) as process,
+        running_service(tmp_path, serving(ValidatorServicer(take_four_seconds))) as process,
         grpc.aio.insecure_channel(process.address, options=options) as channel,
     ):
         request = pb.StartValidationRequest(request_id="1")

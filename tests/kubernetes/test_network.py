@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.kubernetes.conftest import RELEASE
-from tests.support.cluster import Namespace, Object, eventually
+from tests.support.cluster import Namespace, eventually
 from tests.support.experiments import Running
+from tests.support.python_pods import python_pod
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -36,14 +37,16 @@ ENFORCED_SECONDS = 10.0
 
 
 def test_stranger_reaches_no_port_of_an_experiment_and_no_redis(namespace: Namespace, running: Running) -> None:
-    closed = dict.fromkeys([f"{RELEASE}-redis:6379", f"{RELEASE}-operator:9090", *_ports(namespace, running)], False)
+    closed = dict.fromkeys(
+        [f"{RELEASE}-redis:6379", f"{RELEASE}-operator:9090", *namespace.addresses(running.selector)], False
+    )
     assert _reached(namespace, "stranger", {}, closed) == closed
 
 
 def test_pods_reach_what_the_matrix_says_and_no_more(namespace: Namespace, running: Running) -> None:
     """The pod elsewhere listens to anybody: it is the caller's own policy that keeps it from calling."""
-    own, redis = dict.fromkeys(_ports(namespace, running), True), f"{RELEASE}-redis:6379"
-    namespace.apply(_pod(namespace, "elsewhere", {}, "-m", "http.server", "8080"))
+    own, redis = dict.fromkeys(namespace.addresses(running.selector), True), f"{RELEASE}-redis:6379"
+    namespace.apply(python_pod(namespace, RELEASE, "elsewhere", {}, "-m", "http.server", "8080"))
     try:
         eventually(lambda: "podIP" in namespace.get("pod", "elsewhere")["status"], "pod elsewhere is there")
         elsewhere = f"{namespace.get('pod', 'elsewhere')['status']['podIP']}:8080"
@@ -58,18 +61,8 @@ def test_pods_reach_what_the_matrix_says_and_no_more(namespace: Namespace, runni
 
 
 def test_pod_of_another_experiment_is_a_stranger(namespace: Namespace, running: Running) -> None:
-    closed = dict.fromkeys(_ports(namespace, running), False)
+    closed = dict.fromkeys(namespace.addresses(running.selector), False)
     assert _reached(namespace, "neighbour", {"nexrl.dev/experiment": "another"}, closed) == closed
-
-
-def _ports(namespace: Namespace, running: Running) -> list[str]:
-    """Every port that a pod of the experiment names, at its own address: policies know no Services."""
-    return [
-        f"{pod['status']['podIP']}:{port['containerPort']}"
-        for pod in namespace.pods(f"nexrl.dev/experiment={running.name}")
-        for container in pod["spec"]["containers"]
-        for port in container.get("ports", [])
-    ]
 
 
 def _labels(running: Running, component: str) -> dict[str, str]:
@@ -78,38 +71,14 @@ def _labels(running: Running, component: str) -> dict[str, str]:
 
 def _reached(namespace: Namespace, name: str, labels: dict[str, str], expected: dict[str, bool]) -> dict[str, bool]:
     """Which addresses a pod with these labels can connect to, once policies know it."""
-    namespace.apply(_pod(namespace, name, labels, "-c", CONNECT, json.dumps(expected), str(ENFORCED_SECONDS)))
+    arguments = ("-c", CONNECT, json.dumps(expected), str(ENFORCED_SECONDS))
+    namespace.apply(python_pod(namespace, RELEASE, name, labels, *arguments))
     try:
         eventually(lambda: namespace.get("pod", name)["status"]["phase"] == "Succeeded", f"pod {name} ended")
         answers: dict[str, bool] = json.loads(namespace.kubectl("logs", name))
         return answers
     finally:
         _delete(namespace, name)
-
-
-def _pod(namespace: Namespace, name: str, labels: dict[str, str], *arguments: str) -> Object:
-    """One that runs Python."""
-    operator = namespace.get("deployment", f"{RELEASE}-operator")["spec"]["template"]["spec"]
-    container = operator["containers"][0]
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": labels},
-        "spec": {
-            "restartPolicy": "Never",
-            "automountServiceAccountToken": False,
-            "securityContext": operator["securityContext"],
-            "containers": [
-                {
-                    "name": "python",
-                    "image": container["image"],
-                    "imagePullPolicy": container["imagePullPolicy"],
-                    "command": ["python", *arguments],
-                    "securityContext": container["securityContext"],
-                }
-            ],
-        },
-    }
 
 
 def _delete(namespace: Namespace, name: str) -> None:

@@ -1,5 +1,6 @@
 """Access to the cluster of KUBECONFIG with the tools of a user: kubectl and Helm. Waits for conditions."""
 
+import base64
 import json
 import os
 import shutil
@@ -82,6 +83,19 @@ class Namespace:
     def pods(self, selector: str) -> Sequence[Object]:
         """Return the pods that are not being deleted."""
         return [pod for pod in self.list("pods", selector) if "deletionTimestamp" not in pod["metadata"]]
+
+    def addresses(self, selector: str) -> dict[str, str]:
+        """Return host:port of every port that these pods name, with the port's name: policies know no Services."""
+        return {
+            f"{pod['status']['podIP']}:{port['containerPort']}": port["name"]
+            for pod in self.pods(selector)
+            for container in pod["spec"]["containers"]
+            for port in container.get("ports", [])
+        }
+
+    def secret(self, name: str) -> dict[str, bytes]:
+        """Return what a Secret contains."""
+        return {key: base64.b64decode(value) for key, value in self.get("secret", name)["data"].items()}
 
     def apply(self, item: Object | str) -> None:
         """Apply a manifest."""

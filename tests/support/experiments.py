@@ -60,6 +60,11 @@ class Running:
         self.namespace = namespace
         self.name = name
 
+    @property
+    def selector(self) -> str:
+        """The labels of its objects."""
+        return f"nexrl.dev/experiment={self.name}"
+
     def get(self) -> Object:
         """Return the current object."""
         return self.namespace.get("experiment", self.name)
@@ -71,7 +76,7 @@ class Running:
 
     def pods(self, component: str = "") -> dict[str, str]:
         """Return the names, by UID, of the experiment's pods that are not being deleted."""
-        chosen = f"nexrl.dev/experiment={self.name}"
+        chosen = self.selector
         chosen += f",app.kubernetes.io/component={component}" if component else ""
         pods = [pod["metadata"] for pod in self.namespace.pods(chosen) if pod["status"]["phase"] in _LIVING]
         return {pod["uid"]: pod["name"] for pod in pods}
@@ -122,8 +127,7 @@ def applied(namespace: Namespace, item: Object) -> Iterator[Running]:
         yield running
     finally:
         namespace.kubectl("delete", "experiment", name, "--ignore-not-found", "--timeout=120s", seconds=150.0)
-        owned = f"nexrl.dev/experiment={name}"
-        eventually(lambda: not namespace.list("pods,jobs,statefulsets,pvc", owned), f"{name} left nothing")
+        eventually(lambda: not namespace.list("pods,jobs,statefulsets,pvc", running.selector), f"{name} left nothing")
 
 
 def assert_balanced(experiment: Object) -> None:
