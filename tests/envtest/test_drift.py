@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 
-from nexrl.k8s.api import DEPLOYMENT, EVENT, JOB, NETWORK_POLICY, SECRET, SERVICE, STATEFUL_SET, Api, Kind
+from nexrl.k8s.api import (
+    DEPLOYMENT,
+    DISRUPTION_BUDGET,
+    EVENT,
+    JOB,
+    NETWORK_POLICY,
+    SECRET,
+    SERVICE,
+    STATEFUL_SET,
+    Api,
+    Kind,
+)
 from nexrl_operator import drift, executor, reconciler
 from nexrl_operator.authority import new_ca
 from tests.support.eventually import eventually
@@ -25,6 +36,7 @@ async def test_what_somebody_changes_by_hand_is_put_back_and_named_once(
         rollout = {"template": {"spec": {"containers": [{"name": "nexrl", "image": "evil:1"}]}}}
         changes: dict[tuple[Kind, str], Object] = {
             (NETWORK_POLICY, "own-pods"): {"egress": [{}]},
+            (DISRUPTION_BUDGET, "own-rollout"): {"maxUnavailable": 0},
             (SERVICE, "own-controller"): {"selector": {"who": "else"}},
             (STATEFUL_SET, "own-rollout"): rollout,
             (JOB, "own-trainer-1"): {"parallelism": 0},
@@ -38,7 +50,7 @@ async def test_what_somebody_changes_by_hand_is_put_back_and_named_once(
         await eventually(is_restored)
         told = await _corrections(api, namespace)
         assert len(told) == len(changes)
-        for path in (": spec.egress;", "spec.selector.who", "spec.template.spec.containers[nexrl].image"):
+        for path in (": spec.egress;", ": spec.maxUnavailable;", "spec.selector.who", "spec.template.spec.containers[nexrl].image"):
             [note] = [note for note in told if path in note]
             assert "was changed by hand" in note
 
@@ -120,7 +132,7 @@ async def _patch(api: Api, kind: Kind, namespace: str, name: str, spec: Object) 
 
 async def _contents(api: Api, namespace: str) -> Object:
     """The specs of the experiment's objects by name."""
-    kinds = (DEPLOYMENT, STATEFUL_SET, JOB, SERVICE, NETWORK_POLICY)
+    kinds = (DEPLOYMENT, STATEFUL_SET, JOB, SERVICE, NETWORK_POLICY, DISRUPTION_BUDGET)
     found = {kind.kind: (await api.list(kind, namespace))["items"] for kind in kinds}
     return {f"{kind} {item['metadata']['name']}": item["spec"] for kind, items in found.items() for item in items}
 

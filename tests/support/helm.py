@@ -41,6 +41,7 @@ NOTHING: tuple[str, ...] = (
     "tls.mode=off",
     "networkPolicy.enabled=false",
     "podDisruptionBudget.enabled=false",
+    "podDisruptionBudget.experiments=false",
     "tests.enabled=false",
 )
 ENCRYPTED_BY_SECRET = ("tls.mode=secret", "tls.secretName=ours", "redis.existingSecret=password")

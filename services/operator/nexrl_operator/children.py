@@ -11,12 +11,14 @@ from nexrl_operator.objects import (
     EXPERIMENT_FOLDER,
     GRPC_PORT,
     HTTP_PORT,
+    MANAGED_BY_LABEL,
     METRICS_PORT,
+    OPERATOR,
     TOKEN_PORT,
     Object,
     Owner,
 )
-from nexrl_operator.pods import PodTemplates, from_field, variable
+from nexrl_operator.pods import INTERCHANGEABLE, PodTemplates, from_field, variable
 from nexrl_operator.revisions import REVISION, configuration_revision, template_revision, with_rendered_digest
 from nexrl_operator.settings import OperatorSettings
 
@@ -34,13 +36,15 @@ class Renderer:
     """`metadata.generation` of the experiment."""
 
     def foundation(self) -> list[Object]:
-        """Return the objects that outlive all pods: configuration, volume, Services, network policy.
+        """Return the objects that outlive all pods: configuration, volume, Services, policies.
 
         The ConfigMap comes first.
         """
         policies = []
         if self.settings.network_policy:
             policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
+        if self.settings.disruption_budgets:
+            policies += [self.disruption_budget(component.name) for component in INTERCHANGEABLE]
         services = [self.service(component.name) for component in WITH_PODS]
         return [with_rendered_digest(item) for item in (self.config_map(), self.claim(), *services, *policies)]
 
@@ -81,6 +85,20 @@ class Renderer:
             "ports": [{"name": name, "port": port, "targetPort": name} for name, port in ports.items()],
         }
         return self.owner.new_object("v1", "Service", component, component) | {"spec": spec}
+
+    def disruption_budget(self, component: str) -> Object:
+        """Return the budget for draining nodes: of the pods of a component, one at a time.
+
+        It never blocks a drain for good: it allows one eviction also where there is one pod, and does not protect pods
+        that are not ready.
+        """
+        spec = {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            # Pods that users label for the NetworkPolicy must not count: Kubernetes finds no scale of their owners.
+            "selector": {"matchLabels": {**self.owner.selector(component), MANAGED_BY_LABEL: OPERATOR}},
+        }
+        return self.owner.new_object("policy/v1", "PodDisruptionBudget", component, component) | {"spec": spec}
 
     def replicas(self) -> dict[str, int]:
         """Return the number of pods of each component, in the order in which they are created."""

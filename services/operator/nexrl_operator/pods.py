@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nexrl.components import BY_NAME, COMPONENTS, Component, Wiring
+from nexrl.components import BY_NAME, COMPONENTS, WITH_PODS, Component, Wiring
 from nexrl.k8s.security import CONTAINER_SECURITY, POD_SECURITY
 from nexrl.run_layout import LOGS_FOLDER
 from nexrl.settings import ALIVE
@@ -34,6 +34,9 @@ STARTUP_SECONDS = 2700
 """Longest time for a container to start: vLLM may have to load and compile a large model."""
 
 
+INTERCHANGEABLE = tuple(each for each in WITH_PODS if each.has_replicas and each.name != "trainer")
+"""Components whose replicas do the same work: they are spread over nodes and evicted one at a time. The trainers of a
+gang prefer to be close together, and one that is evicted takes all others with it."""
 SOCKETS_SIZE, SHARED_MEMORY_SIZE = "16Mi", "16Gi"
 """Largest content of the volumes in memory. Without a size, a pod could fill half of its node's memory with files."""
 
@@ -112,7 +115,7 @@ class PodTemplates:
             "containers": containers,
             "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         }
-        if component.has_replicas and component.name != "trainer":  # a gang prefers to be close together
+        if component in INTERCHANGEABLE:
             # Preferred only: a cluster with one node runs them all.
             spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
             selector = {"labelSelector": {"matchLabels": self.owner.selector(component.name)}}

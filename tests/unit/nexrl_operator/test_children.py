@@ -251,6 +251,22 @@ def test_replicas_are_spread_over_nodes_as_the_template_says() -> None:
     assert spec["priorityClassName"] == "training"
 
 
+def test_replicas_that_do_the_same_work_are_evicted_one_at_a_time_unless_the_release_says_otherwise() -> None:
+    made = renderer()
+    budgets = [item for item in made.foundation() if item["kind"] == "PodDisruptionBudget"]
+    assert {item["metadata"]["name"] for item in budgets} == {"x-trajectory-pool", "x-inference", "x-rollout"}
+    workloads = made.workloads(1)
+    for item in budgets:
+        assert item["metadata"]["ownerReferences"] == [made.owner.reference()]
+        spec, component = item["spec"], item["metadata"]["name"].removeprefix("x-")
+        assert (spec["maxUnavailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+        selected = spec["selector"]["matchLabels"]
+        assert selected.items() <= workloads[component]["spec"]["template"]["metadata"]["labels"].items()
+        assert not selected.items() <= dict(made.owner.selector(component)).items()  # the labels of users' own pods
+    without = renderer(settings={"disruption_budgets": False}).foundation()
+    assert not [item for item in without if item["kind"] == "PodDisruptionBudget"]
+
+
 def test_volumes_on_the_disk_of_a_node_have_a_size_that_a_template_replaces() -> None:
     sizes = {"trainer": "64Gi", "inference": "64Gi", "rollout": "32Gi"}
     for name, item in renderer().workloads(1).items():
