@@ -50,7 +50,8 @@ async def test_what_somebody_changes_by_hand_is_put_back_and_named_once(
         await eventually(is_restored)
         told = await _corrections(api, namespace)
         assert len(told) == len(changes)
-        for path in (": spec.egress;", ": spec.maxUnavailable;", "spec.selector.who", "spec.template.spec.containers[nexrl].image"):
+        image = "spec.template.spec.containers[nexrl].image"
+        for path in (": spec.egress;", ": spec.maxUnavailable;", "spec.selector.who", image):
             [note] = [note for note in told if path in note]
             assert "was changed by hand" in note
 
