@@ -30,6 +30,7 @@ EVERYTHING: tuple[str, ...] = (
     "imagePullSecrets[0].name=registry",
     "commonLabels.team=rl",
     "kueue.enabled=true",
+    "experimentResources.trainer.limits.memory=64Gi",
 )
 NOTHING: tuple[str, ...] = (
     "crds.enabled=false",

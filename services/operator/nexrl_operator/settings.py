@@ -39,6 +39,9 @@ class OperatorSettings(BaseSettings):
     disruption_budgets: bool = Field(
         default=False, description="Whether experiments have PodDisruptionBudgets; the operator then needs the right."
     )
+    resources: dict[str, dict[str, dict[str, Any]]] = Field(
+        default={}, description="JSON: requests and limits of containers by component; merged over the defaults."
+    )
     egress: list[dict[str, Any]] = Field(
         default=[], description="JSON: egress rules of a NetworkPolicy for the pods of experiments."
     )
