@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from nexrl.k8s.api import (
+    CONFIG_MAP,
     DEPLOYMENT,
     DISRUPTION_BUDGET,
     EVENT,
+    EXPERIMENT,
     JOB,
     NETWORK_POLICY,
     SECRET,
@@ -77,6 +79,39 @@ async def test_fields_that_others_add_stay_and_start_nothing_again(
         assert pool is not None
         assert pool["spec"]["minReadySeconds"] == 1
         assert pool["spec"]["template"]["metadata"]["annotations"] == {"example.com/scraped": "true"}
+
+
+async def test_the_configuration_follows_the_spec_and_is_put_back_as_before(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("live", namespace)
+
+    async def configuration() -> str:
+        found = await api.get(CONFIG_MAP, namespace, "live-experiment")
+        assert found is not None
+        return str(found["data"]["experiment.yaml"])
+
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await run(api, document, controller)
+        before = await configuration()
+        await api.merge(EXPERIMENT, namespace, "live", {"spec": {"rollout": {"replicas": 3}}})
+
+        async def follows() -> bool:  # only there: another generation would mean a resumption to the controller
+            return await configuration() == before.replace("replicas: 1\n    workers", "replicas: 3\n    workers")
+
+        await eventually(follows)
+        assert not await _corrections(api, namespace)
+        after = await configuration()
+        patch = {"data": {"experiment.yaml": after.replace("steps: 4", "steps: 400")}}
+        assert patch["data"]["experiment.yaml"] != after
+        await api.merge(CONFIG_MAP, namespace, "live-experiment", patch)
+
+        async def is_restored() -> bool:
+            return await configuration() == after and bool(await _corrections(api, namespace))
+
+        await eventually(is_restored)
+        [note] = await _corrections(api, namespace)
+        assert "ConfigMap live-experiment was changed by hand: data.experiment.yaml" in note
 
 
 async def test_another_version_of_the_operator_puts_back_only_what_it_would_make_alike(

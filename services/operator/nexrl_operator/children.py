@@ -19,7 +19,14 @@ from nexrl_operator.objects import (
     Owner,
 )
 from nexrl_operator.pods import INTERCHANGEABLE, PodTemplates, from_field, variable
-from nexrl_operator.revisions import REVISION, configuration_revision, template_revision, with_rendered_digest
+from nexrl_operator.revisions import (
+    CONFIGURATION_FILE,
+    REVISION,
+    configuration_digests,
+    configuration_revision,
+    template_revision,
+    with_rendered_digest,
+)
 from nexrl_operator.settings import OperatorSettings
 
 
@@ -33,7 +40,7 @@ class Renderer:
     max_rollouts: int | None = None
     """The number of rollouts that a queue has admitted; None without a queue."""
     generation: int = 0
-    """`metadata.generation` of the experiment."""
+    """`metadata.generation` of the experiment when its pods were started."""
 
     def foundation(self) -> list[Object]:
         """Return the objects that outlive all pods: configuration, volume, Services, policies.
@@ -46,19 +53,20 @@ class Renderer:
         if self.settings.disruption_budgets:
             policies += [self.disruption_budget(component.name) for component in INTERCHANGEABLE]
         services = [self.service(component.name) for component in WITH_PODS]
-        return [with_rendered_digest(item) for item in (self.config_map(), self.claim(), *services, *policies)]
+        return [self.config_map(), *map(with_rendered_digest, (self.claim(), *services, *policies))]
 
     def config_map(self) -> Object:
         """Return the resolved experiment and the user's modules."""
-        experiment = self.experiment
-        code = experiment.spec.code
-        annotations = {LEDGER_ANNOTATION: self.owner.ledger, GENERATION_ANNOTATION: str(self.generation)}
+        experiment, generation = self.experiment, {GENERATION_ANNOTATION: str(self.generation)}
+        annotations = {LEDGER_ANNOTATION: self.owner.ledger, **generation}
         metadata = experiment.metadata.model_copy(update={"annotations": annotations, "labels": {}})
         spec = experiment.spec.model_copy(update={"code": {}, "suspend": False})
         resolved = with_folder(experiment.model_copy(update={"metadata": metadata, "spec": spec}), EXPERIMENT_FOLDER)
+        data = {CONFIGURATION_FILE: dump_resolved(resolved), **experiment.spec.code}
         item = self.owner.new_object("v1", "ConfigMap", "experiment", "experiment")
-        item["metadata"]["annotations"] = {REVISION: configuration_revision(experiment)}
-        return item | {"data": {"experiment.yaml": dump_resolved(resolved), **code}}
+        revision = {REVISION: configuration_revision(experiment)}
+        item["metadata"]["annotations"] = {**revision, **generation, **configuration_digests(resolved, data)}
+        return item | {"data": data}
 
     def claim(self) -> Object:
         """Return the volume with the run's folder."""

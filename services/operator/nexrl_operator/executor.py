@@ -161,7 +161,9 @@ class Executor:
         is_running = bool(observed.workloads("controller"))  # else it waits for a predecessor of its name to go
         missing = await self._missing_secrets(current) if is_running else []
         is_due = is_running and observed.now - state.secrets_renewed_at >= RENEW_SECONDS
-        if not items and not missing and not is_due:
+        needs_secrets = any(item["kind"] in WORKLOADS for item in items)
+        if not needs_secrets and not missing and not is_due:
+            await require_free_names(self._api, observed, items)
             return
         secrets = await self._credentials.objects(current.renderer, is_running=is_running)
         await require_free_names(self._api, observed, [*secrets, *items])

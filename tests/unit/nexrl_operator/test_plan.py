@@ -119,9 +119,9 @@ def test_only_the_number_of_rollouts_is_written_when_it_changes() -> None:
 def test_a_template_of_rollouts_is_rolled_out_and_one_of_the_trainer_waits() -> None:
     template = {"spec": {"nodeSelector": {"a": "b"}}}
     rolling = make_plan(observed(renderer()), renderer(rollout={"maxNewTokens": 8, "template": template}))
-    assert names(rolling.apply) == {"StatefulSet x-rollout"}
+    assert names(rolling.apply) == {"ConfigMap x-experiment", "StatefulSet x-rollout"}
     waiting = make_plan(observed(renderer()), renderer(trainer={"steps": 4, "template": template}))
-    assert not waiting.apply
+    assert names(waiting.apply) == {"ConfigMap x-experiment"}
     assert "trainer" in waiting.pending_change
 
 
