@@ -112,7 +112,7 @@ def _run(observed: Observed, renderer: Renderer) -> Plan:
         return Plan(Stage.RUN, failed=failed)
     plan = Plan(
         Stage.RUN,
-        exits=list(observed.exits()),
+        exits=observed.exits(),
         audit=_requested_audit(observed),
         requeue_after_seconds=soonest(_next_deadline(observed, renderer), next_trouble_seconds(observed)),
     )
