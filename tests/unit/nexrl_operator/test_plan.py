@@ -71,6 +71,15 @@ def test_pods_call_each_other_and_what_release_and_spec_name_and_nobody_else() -
     assert "NetworkPolicy" not in {item["kind"] for item in without.foundation()}
 
 
+def test_the_nodes_of_the_trainer_stay_known_when_it_is_gone() -> None:
+    spec = {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
+    made = renderer(trainer={"steps": 4, "template": {"spec": spec}})
+    results = new_status(observed(made), made, Verdict())["results"]
+    assert spec.items() <= results.items()
+    after = observed(made, running=(), seen=None, results=results)
+    assert new_status(after, made, Verdict())["results"] == results
+
+
 def test_the_count_at_the_end_cannot_be_asked_for_before_it() -> None:
     made = renderer()
     now = observed(made)
