@@ -130,6 +130,18 @@ class Credentials:
         if "tls.crt" in (held := (found or {}).get("data") or {}):
             show_expiry(owner.namespace, name, base64.b64decode(held["tls.crt"]))
 
+    async def keep_redis_login(self, renderer: Renderer) -> None:
+        """Have the user of an experiment whose pods are stopping made again if Redis forgets it.
+
+        Raises FailedPreconditionError.
+        """
+        owner = renderer.owner
+        if renderer.experiment.spec.redis.url is not None or self.redis_logins.knows(owner.ledger):
+            return
+        held = await self._held(owner, "redis")
+        if "username" in held:
+            await self.redis_logins.put(owner.ledger, held["password"].decode())
+
     async def _redis_login(self, renderer: Renderer, is_running: bool) -> list[Object]:
         owner, held = renderer.owner, await self._held(renderer.owner, "redis")
         is_made = "username" in held

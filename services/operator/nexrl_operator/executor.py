@@ -136,6 +136,8 @@ class Executor:
             metadata, kind = item["metadata"], KINDS[item.get("kind", EXPERIMENT.kind)]
             if await self._api.delete(kind, metadata["namespace"], metadata["name"], metadata["uid"]):
                 log.info("%s/%s: deleted", metadata["namespace"], metadata["name"])
+        if current.plan.stage is not Stage.RUN and current.observed.living(*BY_NAME):
+            await self._credentials.keep_redis_login(current.renderer)  # they write their last state to Redis
 
     async def _run(self, current: Reconciliation) -> None:
         observed, items = current.observed, await self._placed(current.observed, current.plan.apply)

@@ -140,8 +140,10 @@ class Reconciler:
                 state.is_expiring = True
                 self._ledger_expiry.expire(state.ledger, redis.ttl_seconds_after_finished)
         elif stage in (Stage.QUEUE, Stage.PAUSE, Stage.RUN) and state.is_expiring is not False:
-            state.is_expiring = False  # one that had failed, and is resumed
-            self._ledger_expiry.keep(state.ledger)
+            state.is_expiring = False
+            # One that had failed, and is resumed. Only a change of its spec can do that.
+            if current.observed.resource["metadata"].get("generation", 0) > 1:
+                self._ledger_expiry.keep(state.ledger)
 
     def _requeue(self, current: Reconciliation, outcome: Outcome, status: Object) -> None:
         """Look at the experiment again when time alone changes what to do."""

@@ -1,4 +1,4 @@
-"""docs/reference/status.md names the conditions, phases and fields of the definition of Experiment: no more, no fewer."""
+"""docs/reference/status.md names the conditions, phases and fields of the definition of Experiment, all of them."""
 
 import re
 
