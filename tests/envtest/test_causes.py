@@ -7,7 +7,7 @@ from nexrl.k8s.api import EVENT, POD, STATEFUL_SET, Api
 from nexrl_operator.observed import rfc3339
 from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
-from tests.support.operator import condition, operating
+from tests.support.operator import condition, operating, run, until_phase
 
 Object = dict[str, Any]
 
@@ -52,6 +52,23 @@ async def test_quota_that_keeps_pods_away_is_told_in_full(api: Api, namespace: s
             f"StatefulSet quota-rollout cannot create its pods: {cause}; "
             "raise the ResourceQuota, or lower the requests in spec.rollout.template"
         )
+
+
+async def test_pool_that_is_evicted_for_the_disk_of_its_data_reader_ends_the_run_and_names_both(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("disk", namespace, failurePolicy={"maxRestarts": 0})
+    cause = 'Usage of EmptyDir volume "data-reader-tmp" exceeds the limit "32Gi".'
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await run(api, document, controller)
+        status = {"status": {"phase": "Failed", "reason": "Evicted", "message": cause, "conditions": []}}
+        path = POD.path(namespace, "disk-trajectory-pool-0", "status")
+        await api.request("PATCH", path, body=status, content_type="application/merge-patch+json")
+        await until_phase(api, namespace, "disk", "Failed")
+        first = (await condition(api, namespace, "disk", "Failed"))["message"].partition("\n")[0]
+        assert first.startswith("data-reader was ended by SIGKILL")
+        remedy = "write less, or raise the sizeLimit of the volume in spec.trajectoryPool.template.spec.volumes"
+        assert f"{cause}; container data-reader: {remedy}" in first
 
 
 async def _warn(api: Api, about: Object, reason: str, message: str) -> None:

@@ -5,7 +5,20 @@ from typing import Any
 
 import pytest
 
-from nexrl.k8s.api import DEPLOYMENT, EVENT, JOB, NETWORK_POLICY, SECRET, SERVICE, STATEFUL_SET, Api, Kind
+from nexrl.k8s.api import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    DISRUPTION_BUDGET,
+    EVENT,
+    EXPERIMENT,
+    JOB,
+    NETWORK_POLICY,
+    SECRET,
+    SERVICE,
+    STATEFUL_SET,
+    Api,
+    Kind,
+)
 from nexrl_operator import drift, executor, reconciler
 from nexrl_operator.authority import new_ca
 from tests.support.eventually import eventually
@@ -25,6 +38,7 @@ async def test_what_somebody_changes_by_hand_is_put_back_and_named_once(
         rollout = {"template": {"spec": {"containers": [{"name": "nexrl", "image": "evil:1"}]}}}
         changes: dict[tuple[Kind, str], Object] = {
             (NETWORK_POLICY, "own-pods"): {"egress": [{}]},
+            (DISRUPTION_BUDGET, "own-rollout"): {"maxUnavailable": 0},
             (SERVICE, "own-controller"): {"selector": {"who": "else"}},
             (STATEFUL_SET, "own-rollout"): rollout,
             (JOB, "own-trainer-1"): {"parallelism": 0},
@@ -38,7 +52,8 @@ async def test_what_somebody_changes_by_hand_is_put_back_and_named_once(
         await eventually(is_restored)
         told = await _corrections(api, namespace)
         assert len(told) == len(changes)
-        for path in (": spec.egress;", "spec.selector.who", "spec.template.spec.containers[nexrl].image"):
+        image = "spec.template.spec.containers[nexrl].image"
+        for path in (": spec.egress;", ": spec.maxUnavailable;", "spec.selector.who", image):
             [note] = [note for note in told if path in note]
             assert "was changed by hand" in note
 
@@ -64,6 +79,39 @@ async def test_fields_that_others_add_stay_and_start_nothing_again(
         assert pool is not None
         assert pool["spec"]["minReadySeconds"] == 1
         assert pool["spec"]["template"]["metadata"]["annotations"] == {"example.com/scraped": "true"}
+
+
+async def test_the_configuration_follows_the_spec_and_is_put_back_as_before(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("live", namespace)
+
+    async def configuration() -> str:
+        found = await api.get(CONFIG_MAP, namespace, "live-experiment")
+        assert found is not None
+        return str(found["data"]["experiment.yaml"])
+
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await run(api, document, controller)
+        before = await configuration()
+        await api.merge(EXPERIMENT, namespace, "live", {"spec": {"rollout": {"replicas": 3}}})
+
+        async def follows() -> bool:  # only there: another generation would mean a resumption to the controller
+            return await configuration() == before.replace("replicas: 1\n    workers", "replicas: 3\n    workers")
+
+        await eventually(follows)
+        assert not await _corrections(api, namespace)
+        after = await configuration()
+        patch = {"data": {"experiment.yaml": after.replace("steps: 4", "steps: 400")}}
+        assert patch["data"]["experiment.yaml"] != after
+        await api.merge(CONFIG_MAP, namespace, "live-experiment", patch)
+
+        async def is_restored() -> bool:
+            return await configuration() == after and bool(await _corrections(api, namespace))
+
+        await eventually(is_restored)
+        [note] = await _corrections(api, namespace)
+        assert "ConfigMap live-experiment was changed by hand: data.experiment.yaml" in note
 
 
 async def test_another_version_of_the_operator_puts_back_only_what_it_would_make_alike(
@@ -120,7 +168,7 @@ async def _patch(api: Api, kind: Kind, namespace: str, name: str, spec: Object) 
 
 async def _contents(api: Api, namespace: str) -> Object:
     """The specs of the experiment's objects by name."""
-    kinds = (DEPLOYMENT, STATEFUL_SET, JOB, SERVICE, NETWORK_POLICY)
+    kinds = (DEPLOYMENT, STATEFUL_SET, JOB, SERVICE, NETWORK_POLICY, DISRUPTION_BUDGET)
     found = {kind.kind: (await api.list(kind, namespace))["items"] for kind in kinds}
     return {f"{kind} {item['metadata']['name']}": item["spec"] for kind, items in found.items() for item in items}
 

@@ -90,7 +90,7 @@ async def _requests(api: Api) -> Counter[str]:
 
 
 _WATCHED = {"configmaps", "deployments", "events", "experiments", "jobs", "leases", "networkpolicies"} | {
-    *("persistentvolumeclaims", "pods", "secrets", "services", "statefulsets"),
+    *("persistentvolumeclaims", "poddisruptionbudgets", "pods", "secrets", "services", "statefulsets"),
 }
 _OWN = "LIST", "services", "cluster"
 """The API server asks this itself, every three minutes; the operator lists the services of one namespace."""

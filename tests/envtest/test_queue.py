@@ -109,6 +109,11 @@ async def test_an_experiment_waits_for_its_queue_and_runs_where_that_says(
         assert job is not None
         assert job["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "small"}
         assert job["spec"]["template"]["spec"]["tolerations"] == tolerations
+        found = await api.get(EXPERIMENT, namespace, "queued")
+        assert found is not None
+        assert {"nodeSelector": {"pool": "small"}, "tolerations": tolerations}.items() <= found["status"][
+            "results"
+        ].items()
 
         await api.merge(EXPERIMENT, namespace, "queued", {"spec": {"rollout": {"replicas": 3}}})
         await until_condition(api, namespace, "queued", "RolloutScaleLimited", "True")

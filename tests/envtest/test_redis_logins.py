@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import pytest
 
-from nexrl.k8s.api import DEPLOYMENT, EXPERIMENT, SECRET, STATEFUL_SET, Api
+from nexrl.k8s.api import DEPLOYMENT, EXPERIMENT, POD, SECRET, STATEFUL_SET, Api
 from nexrl.store import connect_redis, key_prefix
 from nexrl_operator import redis_logins
 from nexrl_operator.objects import Owner
@@ -85,6 +85,7 @@ async def test_an_experiment_has_a_user_of_its_own_until_it_is_deleted(
         async with aclosing(await connect_redis(url)) as redis:
             await redis.set(f"{key_prefix(ledger, 'model')}x", 1)
 
+        assert b"cmdstat_scan" not in server.ask("INFO", "commandstats")  # of a new experiment no key expires
         server.end()
         server.start()
         assert ledger not in users(server)
@@ -97,6 +98,29 @@ async def test_an_experiment_has_a_user_of_its_own_until_it_is_deleted(
             return ledger not in users(server)
 
         await eventually(is_gone)
+
+
+async def test_a_user_that_redis_forgets_while_the_pods_stop_is_made_again_by_the_next_operator(
+    api: Api, namespace: str, kubelet: Kubelet, server: Server
+) -> None:
+    services, document = Services(), experiment_object("last", namespace)
+    async with services.serving(document) as controller:
+        async with released(api, namespace, server, services):
+            await run(api, document, controller)
+            ledger = (await login_of(api, namespace, "last"))["username"]
+            held = {"metadata": {"finalizers": ["example.com/still-writes"]}}
+            await api.merge(POD, namespace, "last-controller-0", held)
+            await api.merge(EXPERIMENT, namespace, "last", {"spec": {"suspend": True}})
+            await until_phase(api, namespace, "last", "Suspending")
+        server.end()
+        server.start()
+        assert ledger not in users(server)
+        async with released(api, namespace, server, services):
+
+            async def is_back() -> bool:
+                return ledger in users(server)
+
+            await eventually(is_back)
 
 
 async def test_the_keys_of_a_finished_experiment_get_the_end_that_it_names(

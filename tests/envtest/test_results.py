@@ -24,14 +24,17 @@ from tests.support.node import Node, played_node
 from tests.support.results import filled_run, names_in
 
 TOLERATIONS = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
-RESULTS = {"claim": "done-run", "image": "test/control:1", "serviceAccountName": "pods"}
+NODES = {"pool": "gpu"}
+RESULTS = {
+    **{"claim": "done-run", "image": "test/control:1", "serviceAccountName": "pods"},
+    **{"nodeSelector": NODES, "tolerations": TOLERATIONS},
+}
 
 
 @pytest.fixture
 async def node(api: Api, namespace: str, tmp_path: Path) -> AsyncIterator[Node]:
     """A node whose volume has a run; the experiment `done` has ended."""
-    trainer = {"steps": 4, "template": {"spec": {"tolerations": TOLERATIONS}}}
-    await api.create(experiment_object("done", namespace, trainer=trainer))
+    await api.create(experiment_object("done", namespace))
     status = {"phase": "Succeeded", "results": RESULTS}
     path = EXPERIMENT.path(namespace, "done", "status")
     await api.request("PATCH", path, body={"status": status}, content_type="application/merge-patch+json")
@@ -83,6 +86,8 @@ async def test_the_pod_is_restricted_reads_only_and_ends_by_itself(
     assert spec["activeDeadlineSeconds"] == 4 * 3600
     assert spec["automountServiceAccountToken"] is False
     assert all(each in spec["tolerations"] for each in TOLERATIONS)
+    [preferred] = spec["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert preferred["preference"]["matchExpressions"] == [{"key": "pool", "operator": "In", "values": ["gpu"]}]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert [owner["name"] for owner in pod["metadata"]["ownerReferences"]] == ["done"]

@@ -30,6 +30,7 @@ EVERYTHING: tuple[str, ...] = (
     "imagePullSecrets[0].name=registry",
     "commonLabels.team=rl",
     "kueue.enabled=true",
+    "experimentResources.trainer.limits.memory=64Gi",
 )
 NOTHING: tuple[str, ...] = (
     "crds.enabled=false",
@@ -41,6 +42,7 @@ NOTHING: tuple[str, ...] = (
     "tls.mode=off",
     "networkPolicy.enabled=false",
     "podDisruptionBudget.enabled=false",
+    "podDisruptionBudget.experiments=false",
     "tests.enabled=false",
 )
 ENCRYPTED_BY_SECRET = ("tls.mode=secret", "tls.secretName=ours", "redis.existingSecret=password")

@@ -37,7 +37,7 @@ def operator_settings(**values: Any) -> OperatorSettings:
     """Return an operator's settings for tests. `values` replaces some of them."""
     images = {f"image_{name}": f"test/{name}:1" for name in ("control", "rollout", "trainer", "inference", "vllm")}
     known: Object = {"redis_url": "redis://redis:6379", "pod_name": "operator-0", "release_namespace": "default"}
-    return OperatorSettings(**{**images, **known, **values})
+    return OperatorSettings(**{**images, **known, "disruption_budgets": True, **values})
 
 
 def experiment_object(name: str, namespace: str = "default", **sections: Any) -> Object:

@@ -9,6 +9,7 @@ from nexrl.k8s.api import (
     CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
+    DISRUPTION_BUDGET,
     EXPERIMENT,
     JOB,
     NETWORK_POLICY,
@@ -93,7 +94,7 @@ async def until_gone(api: Api, namespace: str) -> None:
 
 async def collect_garbage(api: Api, namespace: str, owner: str) -> None:
     """Delete the objects of a deleted owner, as a cluster does; a bare API server has no garbage collector."""
-    for kind in (CONFIG_MAP, SECRET, CLAIM, SERVICE, NETWORK_POLICY, DEPLOYMENT, STATEFUL_SET, JOB):
+    for kind in (CONFIG_MAP, SECRET, CLAIM, SERVICE, NETWORK_POLICY, DISRUPTION_BUDGET, DEPLOYMENT, STATEFUL_SET, JOB):
         for item in (await api.list(kind, namespace))["items"]:
             if owner_uid(item) == owner:
                 await api.merge(kind, namespace, item["metadata"]["name"], {"metadata": {"finalizers": None}})

@@ -7,6 +7,7 @@ from nexrl.k8s.api import (
     CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
+    DISRUPTION_BUDGET,
     EVENT,
     EXPERIMENT,
     JOB,
@@ -32,7 +33,8 @@ class Caches:
     def __init__(self, settings: OperatorSettings, on_change: Callable[[Key], None]) -> None:
         self._on_change = on_change
         self.experiments = Cache(EXPERIMENT, settings.namespace, "", self._on_experiment)
-        owned = (*OWNED, WORKLOAD) if settings.kueue else OWNED
+        optional = {WORKLOAD: settings.kueue, DISRUPTION_BUDGET: settings.disruption_budgets}  # each needs a right
+        owned = (*OWNED, *(kind for kind, is_used in optional.items() if is_used))
         self._owned = {kind: Cache(kind, settings.namespace, EXPERIMENT_LABEL, self._on_child) for kind in owned}
         self.warnings = Cache(EVENT, settings.namespace, "", self._on_warning, fields="type=Warning")
         self._warnings_by_uid: dict[str, dict[str, Object]] = {}

@@ -11,13 +11,22 @@ from nexrl_operator.objects import (
     EXPERIMENT_FOLDER,
     GRPC_PORT,
     HTTP_PORT,
+    MANAGED_BY_LABEL,
     METRICS_PORT,
+    OPERATOR,
     TOKEN_PORT,
     Object,
     Owner,
 )
-from nexrl_operator.pods import PodTemplates, from_field, variable
-from nexrl_operator.revisions import REVISION, configuration_revision, template_revision, with_rendered_digest
+from nexrl_operator.pods import INTERCHANGEABLE, PodTemplates, from_field, variable
+from nexrl_operator.revisions import (
+    CONFIGURATION_FILE,
+    REVISION,
+    configuration_digests,
+    configuration_revision,
+    template_revision,
+    with_rendered_digest,
+)
 from nexrl_operator.settings import OperatorSettings
 
 
@@ -31,30 +40,33 @@ class Renderer:
     max_rollouts: int | None = None
     """The number of rollouts that a queue has admitted; None without a queue."""
     generation: int = 0
-    """`metadata.generation` of the experiment."""
+    """`metadata.generation` of the experiment when its pods were started."""
 
     def foundation(self) -> list[Object]:
-        """Return the objects that outlive all pods: configuration, volume, Services, network policy.
+        """Return the objects that outlive all pods: configuration, volume, Services, policies.
 
         The ConfigMap comes first.
         """
         policies = []
         if self.settings.network_policy:
             policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
+        if self.settings.disruption_budgets:
+            policies += [self.disruption_budget(component.name) for component in INTERCHANGEABLE]
         services = [self.service(component.name) for component in WITH_PODS]
-        return [with_rendered_digest(item) for item in (self.config_map(), self.claim(), *services, *policies)]
+        return [self.config_map(), *map(with_rendered_digest, (self.claim(), *services, *policies))]
 
     def config_map(self) -> Object:
         """Return the resolved experiment and the user's modules."""
-        experiment = self.experiment
-        code = experiment.spec.code
-        annotations = {LEDGER_ANNOTATION: self.owner.ledger, GENERATION_ANNOTATION: str(self.generation)}
+        experiment, generation = self.experiment, {GENERATION_ANNOTATION: str(self.generation)}
+        annotations = {LEDGER_ANNOTATION: self.owner.ledger, **generation}
         metadata = experiment.metadata.model_copy(update={"annotations": annotations, "labels": {}})
         spec = experiment.spec.model_copy(update={"code": {}, "suspend": False})
         resolved = with_folder(experiment.model_copy(update={"metadata": metadata, "spec": spec}), EXPERIMENT_FOLDER)
+        data = {CONFIGURATION_FILE: dump_resolved(resolved), **experiment.spec.code}
         item = self.owner.new_object("v1", "ConfigMap", "experiment", "experiment")
-        item["metadata"]["annotations"] = {REVISION: configuration_revision(experiment)}
-        return item | {"data": {"experiment.yaml": dump_resolved(resolved), **code}}
+        revision = {REVISION: configuration_revision(experiment)}
+        item["metadata"]["annotations"] = {**revision, **generation, **configuration_digests(resolved, data)}
+        return item | {"data": data}
 
     def claim(self) -> Object:
         """Return the volume with the run's folder."""
@@ -81,6 +93,20 @@ class Renderer:
             "ports": [{"name": name, "port": port, "targetPort": name} for name, port in ports.items()],
         }
         return self.owner.new_object("v1", "Service", component, component) | {"spec": spec}
+
+    def disruption_budget(self, component: str) -> Object:
+        """Return the budget for draining nodes: of the pods of a component, one at a time.
+
+        It never blocks a drain for good: it allows one eviction also where there is one pod, and does not protect pods
+        that are not ready.
+        """
+        spec = {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            # Pods that users label for the NetworkPolicy must not count: Kubernetes finds no scale of their owners.
+            "selector": {"matchLabels": {**self.owner.selector(component), MANAGED_BY_LABEL: OPERATOR}},
+        }
+        return self.owner.new_object("policy/v1", "PodDisruptionBudget", component, component) | {"spec": spec}
 
     def replicas(self) -> dict[str, int]:
         """Return the number of pods of each component, in the order in which they are created."""

@@ -15,6 +15,7 @@ from nexrl.k8s.api import CERTIFICATE, SECRET, Api, Kind
 from nexrl.store import Redis, connect_redis
 from nexrl.tls import OPERATOR, Tls, experiment_name
 from nexrl_operator.authority import Issued, is_good, issue
+from nexrl_operator.certificate_expiry import AUTHORITY, OWN, hide_expiry, show_expiry
 from nexrl_operator.children import Renderer
 from nexrl_operator.objects import Object, Owner
 from nexrl_operator.observed import owner_uid
@@ -115,7 +116,31 @@ class Credentials:
             made += await self._issued(renderer)
         elif settings.tls == "certManager":
             made.append(self._certificate(owner))
+        if settings.tls in ("certManager", "secret"):
+            await self._show_made_by_others(owner)
         return made
+
+    def forget_certificate(self, owner: Owner) -> None:
+        """Remove the metric of an experiment without pods: its certificate is renewed when it starts again."""
+        hide_expiry(owner.namespace, f"{owner.name}-tls")
+
+    async def _show_made_by_others(self, owner: Owner) -> None:
+        name = self._settings.tls_secret or f"{owner.name}-tls"
+        found = await self._api.get(SECRET, owner.namespace, name)  # cert-manager creates it later
+        if "tls.crt" in (held := (found or {}).get("data") or {}):
+            show_expiry(owner.namespace, name, base64.b64decode(held["tls.crt"]))
+
+    async def keep_redis_login(self, renderer: Renderer) -> None:
+        """Have the user of an experiment whose pods are stopping made again if Redis forgets it.
+
+        Raises FailedPreconditionError.
+        """
+        owner = renderer.owner
+        if renderer.experiment.spec.redis.url is not None or self.redis_logins.knows(owner.ledger):
+            return
+        held = await self._held(owner, "redis")
+        if "username" in held:
+            await self.redis_logins.put(owner.ledger, held["password"].decode())
 
     async def _redis_login(self, renderer: Renderer, is_running: bool) -> list[Object]:
         owner, held = renderer.owner, await self._held(renderer.owner, "redis")
@@ -140,9 +165,12 @@ class Credentials:
         name = experiment_name(owner.namespace, owner.name)
         held = await self._held(owner, "tls")
         issued = Issued(held.get("tls.crt", b""), held.get("tls.key", b""))
-        if is_good(self._ca, issued, [name, *_names(owner)], datetime.now(UTC)):
+        is_kept = is_good(self._ca, issued, [name, *_names(owner)], datetime.now(UTC))
+        if not is_kept:
+            issued = issue(self._ca, _names(owner), name)
+        show_expiry(owner.namespace, f"{owner.name}-tls", issued.certificate)
+        if is_kept:
             return []
-        issued = issue(self._ca, _names(owner), name)
         files = {"tls.crt": issued.certificate, "tls.key": issued.key, "ca.crt": self._ca.certificate}
         return [_secret(renderer, "tls", files)]
 
@@ -163,6 +191,8 @@ class Credentials:
             path = self._folder / name
             path.touch(mode=0o600)
             path.write_bytes(files[name])
+        show_expiry(self._settings.release_namespace, OWN, files["tls.crt"])
+        show_expiry(self._settings.release_namespace, AUTHORITY, files["ca.crt"])
 
     def _certificate(self, owner: Owner) -> Object:
         name = f"{owner.name}-tls"

@@ -1,12 +1,15 @@
 """The spec that an experiment runs with: its own, or while that is invalid, the one that its pods read. Pure."""
 
+from nexrl.components import BY_NAME
 from nexrl.spec import SpecError, parse_experiment, yaml_core
+from nexrl.spec.experiment import GENERATION_ANNOTATION
 from nexrl.spec.marks import may_change
 from nexrl.spec.section import LIVE
 from nexrl_operator.children import Renderer
 from nexrl_operator.objects import API_VERSION, EXPERIMENT_KIND, RUN_FOLDER, Object, Owner
 from nexrl_operator.observed import Observed
 from nexrl_operator.queueing import admitted_counts, queue_of
+from nexrl_operator.revisions import CONFIGURATION_FILE
 from nexrl_operator.settings import OperatorSettings
 
 ALWAYS_HONOURED = tuple(path for path in may_change(LIVE) if "." not in path)
@@ -22,10 +25,9 @@ def effective_renderer(observed: Observed, settings: OperatorSettings) -> tuple[
     try:
         return _renderer(observed, asked, settings), ""
     except SpecError as error:
-        configuration = next((each for each in observed.children if each["kind"] == "ConfigMap"), None)
-        if configuration is None:
+        if (configuration := _configuration(observed)) is None:
             raise
-        started_with = yaml_core.load(configuration["data"]["experiment.yaml"])["spec"]
+        started_with = yaml_core.load(configuration["data"][CONFIGURATION_FILE])["spec"]
         spec = {key: value for key, value in started_with.items() if key not in ALWAYS_HONOURED}
         honoured = {key: asked[key] for key in ALWAYS_HONOURED if key in asked}
         return _renderer(observed, spec | honoured, settings), error.message
@@ -40,4 +42,18 @@ def _renderer(observed: Observed, spec: Object, settings: OperatorSettings) -> R
     owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
     admission = observed.admission if queue_of(resource) else None
     max_rollouts = admitted_counts(admission).get("rollout", 0) if admission else None
-    return Renderer(owner, experiment, settings, max_rollouts, metadata.get("generation", 0))
+    return Renderer(owner, experiment, settings, max_rollouts, _generation(observed))
+
+
+def _generation(observed: Observed) -> int:
+    """Return the generation that the pods were started with: to the controller, another one means a resumption."""
+    known = int(observed.resource["metadata"].get("generation", 0))
+    if not any(observed.workloads(name) for name in BY_NAME):
+        return known
+    annotations = (_configuration(observed) or {}).get("metadata", {}).get("annotations", {})
+    told = str(annotations.get(GENERATION_ANNOTATION, ""))
+    return int(told) if told.isdecimal() else known
+
+
+def _configuration(observed: Observed) -> Object | None:
+    return next((each for each in observed.children if each["kind"] == "ConfigMap"), None)

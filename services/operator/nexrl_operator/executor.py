@@ -136,6 +136,8 @@ class Executor:
             metadata, kind = item["metadata"], KINDS[item.get("kind", EXPERIMENT.kind)]
             if await self._api.delete(kind, metadata["namespace"], metadata["name"], metadata["uid"]):
                 log.info("%s/%s: deleted", metadata["namespace"], metadata["name"])
+        if current.plan.stage is not Stage.RUN and current.observed.living(*BY_NAME):
+            await self._credentials.keep_redis_login(current.renderer)  # they write their last state to Redis
 
     async def _run(self, current: Reconciliation) -> None:
         observed, items = current.observed, await self._placed(current.observed, current.plan.apply)
@@ -161,7 +163,9 @@ class Executor:
         is_running = bool(observed.workloads("controller"))  # else it waits for a predecessor of its name to go
         missing = await self._missing_secrets(current) if is_running else []
         is_due = is_running and observed.now - state.secrets_renewed_at >= RENEW_SECONDS
-        if not items and not missing and not is_due:
+        needs_secrets = any(item["kind"] in WORKLOADS for item in items)
+        if not needs_secrets and not missing and not is_due:
+            await require_free_names(self._api, observed, items)
             return
         secrets = await self._credentials.objects(current.renderer, is_running=is_running)
         await require_free_names(self._api, observed, [*secrets, *items])

@@ -1,5 +1,6 @@
 """What the cluster and the controller of one experiment have reported about it. Pure."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,6 +30,9 @@ MAIN_CONTAINER = "nexrl"
 """The first container that the operator renders."""
 REPORTED_CONTAINERS = (MAIN_CONTAINER, *(component.name for component in BY_NAME.values() if component.beside))
 """The containers that the operator renders: the controller decides about their ends. Templates may add others."""
+
+_FULL_VOLUME, _FULL_CONTAINER = re.compile(r'EmptyDir volume "([^"]+)"'), re.compile(r"^Container (\S+) exceeded")
+"""The kubelet's messages when it evicts a pod for the disk that it uses."""
 
 
 @dataclass(frozen=True)
@@ -120,19 +124,12 @@ class Observed:
         """Return the number of ready pods of a component."""
         return sum(is_ready(pod) for pod in self.living(component) if not is_deleted(pod))
 
-    def exits(self) -> Iterator[Exit]:
-        """Yield the newest exit of each container that the kubelet restarts, without the controller's."""
-        for pod in self.pods:
-            if component_of(pod) in ("controller", "trainer") or is_deleted(pod):
-                continue
-            # A Deployment keeps its evicted pods; after a restart of the operator they would count again.
-            if component_of(pod) in ("rollout", "inference") and (told := own_eviction(pod)):
-                yield Exit(f"{pod['metadata']['uid']}/evicted", instance_of(pod), -SIGKILL, told)
-                continue  # one exit for each instance: earlier ones of the pod were reported before
-            for name in REPORTED_CONTAINERS:
-                if ended := _container(pod, name).get("lastState", {}).get("terminated"):
-                    request_id = f"{pod['metadata']['uid']}/{ended.get('finishedAt', '')}"
-                    yield _exit(request_id, _instance_of(pod, name), ended, words(pod, name, ended))
+    def exits(self) -> list[Exit]:
+        """Return the newest exit of each container that the kubelet restarts, without the controller's."""
+        pods = [pod for pod in self.pods if component_of(pod) not in ("controller", "trainer") and not is_deleted(pod)]
+        pods.sort(key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+        # A Deployment keeps its evicted pods. The controller knows only the newest exit, so it would count older ones.
+        return list({exit.component: exit for pod in pods for exit in _exits(pod)}.values())
 
     def job_exit(self, job: Object) -> Exit:
         """Return how a Job ended."""
@@ -230,11 +227,28 @@ def own_eviction(pod: Object) -> str:
 
     An eviction for lack of resources of the node has the condition DisruptionTarget, and is no fault of the pod.
     """
-    status = pod.get("status", {})
+    status, container = pod.get("status", {}), _evicted_container(pod)
     if status.get("reason") != "Evicted" or condition(pod, "DisruptionTarget").get("status") == "True":
         return ""
-    remedy = f"write less, or raise the sizeLimit of the volume in {template_path(pod)}.spec.volumes"
-    return f"evicted: {str(status.get('message', '')).strip()}; {remedy}"
+    message, spec = str(status.get("message", "")).strip(), f"{template_path(pod)}.spec"
+    limit = f"limits.ephemeral-storage in {spec}.containers[{container}].resources"
+    raised = f"the sizeLimit of the volume in {spec}.volumes" if _FULL_VOLUME.search(message) else limit
+    subject = "" if container == MAIN_CONTAINER else f"container {container}: "
+    return f"evicted: {message}; {subject}write less, or raise {raised}"
+
+
+def _evicted_container(pod: Object) -> str:
+    """Return the container that used the disk, as far as the kubelet's message tells; otherwise the main one."""
+    message = str(pod.get("status", {}).get("message", ""))
+    if named := _FULL_CONTAINER.search(message):
+        return named[1] if named[1] in REPORTED_CONTAINERS else MAIN_CONTAINER
+    volume, containers = _FULL_VOLUME.search(message), pod.get("spec", {}).get("containers", [])
+    users = [
+        each["name"]
+        for each in containers
+        if volume and any(mount["name"] == volume[1] for mount in each.get("volumeMounts", []))
+    ]
+    return users[0] if len(users) == 1 and users[0] in REPORTED_CONTAINERS else MAIN_CONTAINER
 
 
 def attempt_of(item: Object) -> int:
@@ -312,6 +326,16 @@ def _failed_container(pod: Object) -> tuple[str, Mapping[str, Any]] | None:
         if ended.get("exitCode"):
             return str(each["name"]), ended
     return None
+
+
+def _exits(pod: Object) -> Iterator[Exit]:
+    uid = pod["metadata"]["uid"]
+    for name in REPORTED_CONTAINERS:
+        if ended := _container(pod, name).get("lastState", {}).get("terminated"):
+            request_id = f"{uid}/{ended.get('finishedAt', '')}"
+            yield _exit(request_id, _instance_of(pod, name), ended, words(pod, name, ended))
+    if told := own_eviction(pod):
+        yield Exit(f"{uid}/evicted", _instance_of(pod, _evicted_container(pod)), -SIGKILL, told)
 
 
 def _exit(request_id: str, component: str, ended: Mapping[str, Any], log_tail: str) -> Exit:

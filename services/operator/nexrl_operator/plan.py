@@ -13,7 +13,7 @@ from nexrl_operator.children import Renderer
 from nexrl_operator.objects import ATTEMPT_LABEL, Object
 from nexrl_operator.observed import Exit, Observed, attempt_of, has_finished, seconds
 from nexrl_operator.queueing import is_admitted, is_to_be_queued_again, new_workload, queue_of, requeue_at
-from nexrl_operator.revisions import configuration_revision, is_rendered_alike, revision_of
+from nexrl_operator.revisions import configuration_revision, is_outdated, is_rendered_alike, revision_of
 from nexrl_operator.setbacks import MAX_DISRUPTIONS, setbacks
 from nexrl_operator.status import is_finished
 from nexrl_operator.troubles import find_trouble, next_trouble_seconds
@@ -112,7 +112,7 @@ def _run(observed: Observed, renderer: Renderer) -> Plan:
         return Plan(Stage.RUN, failed=failed)
     plan = Plan(
         Stage.RUN,
-        exits=list(observed.exits()),
+        exits=observed.exits(),
         audit=_requested_audit(observed),
         requeue_after_seconds=soonest(_next_deadline(observed, renderer), next_trouble_seconds(observed)),
     )
@@ -148,13 +148,15 @@ def _wait_for_predecessor() -> Plan:
 
 def _foundation(observed: Observed, renderer: Renderer, is_running: bool) -> Plan:
     configuration, *others = renderer.foundation()
+    found = observed.find(configuration)
     apply = [
         item
         for item in (configuration, *others)
         # While the experiment runs, nothing is rendered again: an upgrade of the operator must not disturb it.
         if not observed.has(item) or (not is_running and item["kind"] != "PersistentVolumeClaim")
     ]
-    found = observed.find(configuration)
+    if found is not None and is_running and is_outdated(found, configuration):
+        apply.append(configuration)
     is_changed = found is not None and revision_of(found) != configuration_revision(renderer.experiment)
     pending = "the spec has changed in a way that needs a restart of all pods" if is_running and is_changed else ""
     applied = [

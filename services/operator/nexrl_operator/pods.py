@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nexrl.components import BY_NAME, COMPONENTS, Component, Wiring
+from nexrl.components import BY_NAME, COMPONENTS, WITH_PODS, Component, Wiring
 from nexrl.k8s.security import CONTAINER_SECURITY, POD_SECURITY
 from nexrl.run_layout import LOGS_FOLDER
 from nexrl.settings import ALIVE
@@ -34,8 +34,16 @@ STARTUP_SECONDS = 2700
 """Longest time for a container to start: vLLM may have to load and compile a large model."""
 
 
+DISK = "ephemeral-storage"
+INTERCHANGEABLE = tuple(each for each in WITH_PODS if each.has_replicas and each.name != "trainer")
+"""Components whose replicas do the same work: they are spread over nodes and evicted one at a time. The trainers of a
+gang prefer to be close together, and one that is evicted takes all others with it."""
 SOCKETS_SIZE, SHARED_MEMORY_SIZE = "16Mi", "16Gi"
 """Largest content of the volumes in memory. Without a size, a pod could fill half of its node's memory with files."""
+
+
+def _requests(cpu: str, memory: str, disk: str) -> Mapping[str, str]:
+    return {"cpu": cpu, "memory": memory, DISK: disk}
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class PodShape:
     """One of the release's images: the last part of an OperatorSettings field."""
     requests: Mapping[str, str]
     memory_limit: str = ""
-    """Unless the user's template names memory; "": none, because the size of the model decides."""
+    """Unless the release or the user's template names memory; "": none. The size of the model decides what trainer and
+    engine need, and a limit below it would end a run that works."""
     volume_size: str = "4Gi"
     """Largest content of each volume on the node's disk. A pod can write nothing else there but logs, which the kubelet
     rotates: its root file system is read-only."""
@@ -56,20 +65,20 @@ class PodShape:
 
 
 SHAPES: Mapping[str, PodShape] = {
-    "controller": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi", has_run_folder=True),
-    "data-reader": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "8Gi", "32Gi"),
-    "trajectory-pool": PodShape("control", {"cpu": "100m", "memory": "128Mi"}, "8Gi"),
-    "weight-sync": PodShape("control", {"cpu": "50m", "memory": "128Mi"}, "1Gi"),
+    "controller": PodShape("control", _requests("50m", "128Mi", "64Mi"), "1Gi", has_run_folder=True),
+    "data-reader": PodShape("control", _requests("50m", "128Mi", "64Mi"), "8Gi", "32Gi"),
+    "trajectory-pool": PodShape("control", _requests("100m", "128Mi", "64Mi"), "8Gi"),
+    "weight-sync": PodShape("control", _requests("50m", "128Mi", "64Mi"), "1Gi"),
     "trainer": PodShape(
         "trainer",
-        {"cpu": "200m", "memory": "1Gi"},
+        _requests("200m", "1Gi", "512Mi"),
         volume_size="64Gi",
         grace_seconds=120,
         has_run_folder=True,
         has_shared_memory=True,
     ),
-    "inference": PodShape("inference", {"cpu": "200m", "memory": "1Gi"}, volume_size="64Gi", has_shared_memory=True),
-    "rollout": PodShape("rollout", {"cpu": "100m", "memory": "512Mi"}, "16Gi", "32Gi"),
+    "inference": PodShape("inference", _requests("200m", "1Gi", "512Mi"), volume_size="64Gi", has_shared_memory=True),
+    "rollout": PodShape("rollout", _requests("100m", "512Mi", "512Mi"), "16Gi", "32Gi"),
 }
 
 
@@ -112,7 +121,7 @@ class PodTemplates:
             "containers": containers,
             "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         }
-        if component.has_replicas and component.name != "trainer":  # a gang prefers to be close together
+        if component in INTERCHANGEABLE:
             # Preferred only: a cluster with one node runs them all.
             spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
             selector = {"labelSelector": {"matchLabels": self.owner.selector(component.name)}}
@@ -133,11 +142,15 @@ class PodTemplates:
             "imagePullPolicy": self.settings.image_pull_policy,
             "args": [component.name],
             "env": [*instance, *self._environment(component)],
-            "resources": {"requests": dict(shape.requests)},
+            "resources": lay_over({"requests": self._requests(shape)}, self.settings.resources.get(component.name, {})),
             "securityContext": CONTAINER_SECURITY | (_OTHER_USER if component.beside else {}),
             "volumeMounts": [_mount(name, path, source) for name, (path, source) in volumes.items()],
             **({} if component.beside else {"ports": self._ports(component.name), **_probes(component)}),
         }
+
+    def _requests(self, shape: PodShape) -> Object:
+        # Kueue never admits pods that ask for a resource without a quota, and few queues have one for disks.
+        return {name: value for name, value in shape.requests.items() if name != DISK or not self.settings.kueue}
 
     def _ports(self, component: str) -> list[Object]:
         ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
@@ -284,7 +297,7 @@ def _instance_beside(component: Component, instance: Sequence[Object]) -> list[O
 
 
 def _limit_memory(pod: Object, container: str, shape: PodShape) -> None:
-    """Limit the memory of a container, unless the user's template names its memory."""
+    """Limit the memory of a container, unless the release or the user's template names its memory."""
     containers = pod["spec"]["containers"]
     for each in filter(_is_mapping, containers if isinstance(containers, list) else []):
         resources = each.get("resources")

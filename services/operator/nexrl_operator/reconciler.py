@@ -18,7 +18,7 @@ from nexrl_operator.executor import Executor, Outcome, Reconciliation
 from nexrl_operator.experiment_clients import ExperimentClients
 from nexrl_operator.experiment_state import ExperimentState
 from nexrl_operator.ledger_expiry import LedgerExpiry
-from nexrl_operator.objects import Object
+from nexrl_operator.objects import Object, Owner
 from nexrl_operator.observed import is_deleted
 from nexrl_operator.plan import Stage, make_plan
 from nexrl_operator.reporter import Reporter
@@ -108,6 +108,8 @@ class Reconciler:
         await self._reporter.write_status(observed, status, state)
         self._requeue(current, outcome, status)
         self._set_ttl(current)
+        if plan.stage is not Stage.RUN and not observed.living(*BY_NAME):
+            self._credentials.forget_certificate(renderer.owner)
 
     async def _state_of(self, key: Key, resource: Object | None) -> ExperimentState | None:
         """Return the state of the experiment; None if it is gone. Cleans up after another one of its name."""
@@ -125,6 +127,7 @@ class Reconciler:
         await self._clients.drop(key)
         self._queue.forget(key)
         self._reporter.forget(key, state)
+        self._credentials.forget_certificate(Owner(*key, state.uid))
         state.audit_failing_since, state.secrets_checked_at, state.secrets_renewed_at = None, 0.0, 0.0
 
     def _set_ttl(self, current: Reconciliation) -> None:
@@ -137,8 +140,10 @@ class Reconciler:
                 state.is_expiring = True
                 self._ledger_expiry.expire(state.ledger, redis.ttl_seconds_after_finished)
         elif stage in (Stage.QUEUE, Stage.PAUSE, Stage.RUN) and state.is_expiring is not False:
-            state.is_expiring = False  # one that had failed, and is resumed
-            self._ledger_expiry.keep(state.ledger)
+            state.is_expiring = False
+            # One that had failed, and is resumed. Only a change of its spec can do that.
+            if current.observed.resource["metadata"].get("generation", 0) > 1:
+                self._ledger_expiry.keep(state.ledger)
 
     def _requeue(self, current: Reconciliation, outcome: Outcome, status: Object) -> None:
         """Look at the experiment again when time alone changes what to do."""

@@ -30,6 +30,10 @@ class RedisLogins:
         """Return the password of a user; a new one for a new user. A Secret that was deleted comes back the same."""
         return self._passwords.get(user) or secrets.token_urlsafe(32)
 
+    def knows(self, user: str) -> bool:
+        """Return whether the user is made again when Redis has forgotten it."""
+        return user in self._passwords
+
     async def put(self, user: str, password: str) -> None:
         """Make a user or renew its rights; later if Redis does not answer. Raises FailedPreconditionError."""
         self._passwords[user] = password

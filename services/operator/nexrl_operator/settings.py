@@ -36,6 +36,12 @@ class OperatorSettings(BaseSettings):
     kueue: bool = Field(default=False, description="Whether experiments with the label of a queue wait for Kueue.")
     token_reviews: bool = Field(default=True, description="Whether pods may have ServiceAccount tokens reviewed.")
     network_policy: bool = Field(default=True, description="Whether each experiment has a NetworkPolicy.")
+    disruption_budgets: bool = Field(
+        default=False, description="Whether experiments have PodDisruptionBudgets; the operator then needs the right."
+    )
+    resources: dict[str, dict[str, dict[str, Any]]] = Field(
+        default={}, description="JSON: requests and limits of containers by component; merged over the defaults."
+    )
     egress: list[dict[str, Any]] = Field(
         default=[], description="JSON: egress rules of a NetworkPolicy for the pods of experiments."
     )

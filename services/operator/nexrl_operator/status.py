@@ -99,7 +99,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
         # The eviction must be on record: a Job ends only after its pod, and the reason with it, is deleted.
         "disruptedAttempt": observed.disrupted_attempt,
         "rollout": rollout,
-        "results": _results(renderer),
+        "results": _results(observed, renderer),
         "components": [
             {
                 "name": name,
@@ -117,11 +117,15 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
     )
 
 
-def _results(renderer: Renderer) -> dict[str, str]:
+def _results(observed: Observed, renderer: Renderer) -> dict[str, Any]:
     """Return what a pod needs that reads the volume, also when all pods of the experiment are gone."""
-    settings = renderer.settings
+    settings, jobs = renderer.settings, observed.workloads("trainer")
     found = {"claim": renderer.claim()["metadata"]["name"], "image": settings.image_control}
-    return found | ({"serviceAccountName": settings.service_account} if settings.service_account else {})
+    # The nodes of the trainer, as its template and its queue have chosen them: the volume may be on one of them.
+    placed = jobs[-1]["spec"]["template"]["spec"] if jobs else observed.status.get("results", {})
+    placement = {key: placed[key] for key in ("nodeSelector", "tolerations") if placed.get(key)}
+    account = {"serviceAccountName": settings.service_account} if settings.service_account else {}
+    return found | placement | account
 
 
 def phase(observed: Observed, spec: ExperimentSpec, conditions: Mapping[str, Mapping[str, Any]]) -> str:

@@ -65,6 +65,7 @@ JOB = Kind("batch/v1", "Job", "jobs")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 EVENT = Kind("v1", "Event", "events")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 CERTIFICATE = Kind("cert-manager.io/v1", "Certificate", "certificates")
 WORKLOAD = Kind("kueue.x-k8s.io/v1beta2", "Workload", "workloads")
 RESOURCE_FLAVOR = Kind("kueue.x-k8s.io/v1beta2", "ResourceFlavor", "resourceflavors")
@@ -72,7 +73,7 @@ KINDS = {
     kind.kind: kind
     for kind in (
         *(EXPERIMENT, CONFIG_MAP, SECRET, SERVICE, CLAIM, POD, DEPLOYMENT, STATEFUL_SET, JOB, LEASE, EVENT),
-        *(NETWORK_POLICY, CERTIFICATE, WORKLOAD),
+        *(NETWORK_POLICY, DISRUPTION_BUDGET, CERTIFICATE, WORKLOAD),
     )
 }
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,9 +54,6 @@ def reader_pod(experiment: Object, results: Object, pod_name: str) -> Object:
     """Return the pod. It belongs to the experiment, and is none of its components."""
     metadata = experiment["metadata"]
     owner = {key: experiment[key] for key in ("apiVersion", "kind")} | {key: metadata[key] for key in ("name", "uid")}
-    trainer = {"nexrl.dev/experiment": metadata["name"], "app.kubernetes.io/component": "trainer"}
-    # A ReadWriteOnce volume can be mounted only on the node of the trainer, while there is one.
-    beside = {"labelSelector": {"matchLabels": trainer}, "topologyKey": "kubernetes.io/hostname"}
     spec: Object = {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": LIFE_SECONDS,
@@ -64,11 +61,7 @@ def reader_pod(experiment: Object, results: Object, pod_name: str) -> Object:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,
-        "affinity": {
-            "podAffinity": {
-                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": beside}]
-            }
-        },
+        "affinity": _affinity(metadata["name"], results.get("nodeSelector", {})),
         "containers": [
             {
                 "name": CONTAINER,
@@ -82,9 +75,8 @@ def reader_pod(experiment: Object, results: Object, pod_name: str) -> Object:
         ],
         "volumes": [{"name": "run", "persistentVolumeClaim": {"claimName": results["claim"]}}],
     }
-    template = (experiment["spec"].get("trainer", {}).get("template") or {}).get("spec", {})
-    if "tolerations" in template:  # so that it may run on the trainer's node
-        spec["tolerations"] = template["tolerations"]
+    if "tolerations" in results:  # so that it may run on the trainer's node
+        spec["tolerations"] = results["tolerations"]
     if results.get("serviceAccountName"):  # it has the secrets for pulling the image
         spec["serviceAccountName"] = results["serviceAccountName"]
     about = {
@@ -94,6 +86,22 @@ def reader_pod(experiment: Object, results: Object, pod_name: str) -> Object:
         "ownerReferences": [owner],
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
+
+
+def _affinity(name: str, node_labels: Mapping[str, str]) -> Object:
+    """Return the preference for the trainer's node, which a ReadWriteOnce volume is bound to while there is a trainer.
+
+    Without one, nodes with the same labels come first. This is no condition: they may be gone, and the scheduler knows
+    where a volume can be mounted.
+    """
+    trainer = {"nexrl.dev/experiment": name, "app.kubernetes.io/component": "trainer"}
+    beside = {"labelSelector": {"matchLabels": trainer}, "topologyKey": "kubernetes.io/hostname"}
+    preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+    affinity: Object = {"podAffinity": {preferred: [{"weight": 100, "podAffinityTerm": beside}]}}
+    if node_labels:
+        alike = [{"key": key, "operator": "In", "values": [value]} for key, value in node_labels.items()]
+        affinity["nodeAffinity"] = {preferred: [{"weight": 50, "preference": {"matchExpressions": alike}}]}
+    return affinity
 
 
 async def _until_ready(api: Api, namespace: str, name: str) -> None:

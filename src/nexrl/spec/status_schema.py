@@ -19,6 +19,17 @@ _CONDITION = {
     },
 }
 
+_TOLERATION = {
+    "type": "object",
+    "properties": {
+        "key": {**_TEXT, "description": "Key of the taint; absent: every key."},
+        "operator": {**_TEXT, "description": "Exists, or Equal."},
+        "value": {**_TEXT, "description": "Value of the taint."},
+        "effect": {**_TEXT, "description": "Effect of the taint; absent: every effect."},
+        "tolerationSeconds": {**_COUNT, "description": "How long NoExecute is tolerated; absent: always."},
+    },
+}
+
 _PROGRESS = {
     "type": "object",
     "description": "How far the experiment is; updated at most every 10 seconds.",
@@ -66,8 +77,8 @@ STATUS_SCHEMA: dict[str, Any] = {
         "conditions": {
             "type": "array",
             "maxItems": 16,
-            "description": "Accepted, ServicesReady, TrainerReady, RolloutReady, Ready, Suspended, Stalled, "
-            "SamplesFailing, Admitted, RolloutScaleLimited, SpecChangePending, Complete, Failed.",
+            "description": "Accepted, ServicesReady, InferenceReady, TrainerReady, RolloutReady, Ready, Suspended, "
+            "Stalled, SamplesFailing, Admitted, RolloutScaleLimited, SpecChangePending, Complete, Failed.",
             "items": _CONDITION,
             "x-kubernetes-list-type": "map",
             "x-kubernetes-list-map-keys": ["type"],
@@ -108,6 +119,18 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "claim": {**_TEXT, "description": "PersistentVolumeClaim of the volume."},
                 "image": {**_TEXT, "description": "Image of the pod that reads it."},
                 "serviceAccountName": {**_TEXT, "description": "ServiceAccount of that pod; absent: default."},
+                "nodeSelector": {
+                    "type": "object",
+                    "description": "Labels of the trainer's nodes, which that pod prefers.",
+                    "maxProperties": 64,
+                    "additionalProperties": _TEXT,
+                },
+                "tolerations": {
+                    "type": "array",
+                    "description": "Tolerations of the trainer, so that the pod may run on its nodes.",
+                    "maxItems": 64,
+                    "items": _TOLERATION,
+                },
             },
         },
         "components": {

@@ -79,6 +79,8 @@ def test_names_that_look_like_numbers_stay_text(program: str) -> None:
         ("images.control.digest=sha256:12", "digest"),
         ("networkPolicy.apiServerPorts={70000}", "apiServerPorts"),
         ("metrics.podMonitor.interval=often", "interval"),
+        ("experimentResources.trainr.limits.memory=1Gi", "trainr"),
+        ("experimentResources.trainer.limit.memory=1Gi", "limit"),
         ("typo=1", "typo"),
     ],
 )
@@ -247,6 +249,14 @@ def test_no_ports_are_not_all_ports() -> None:
         if item["metadata"]["name"].endswith("-operator")
     ]
     assert all(rule["ports"] for rule in policy["spec"]["egress"])
+
+
+def test_operator_is_told_the_resources_of_experiments() -> None:
+    known = {item["name"]: item.get("value") for item in _environment(objects(EVERYTHING))}
+    told = OperatorSettings.model_fields["resources"]
+    assert told.default == {}
+    assert json.loads(known["NEXRL_OPERATOR_RESOURCES"]) == {"trainer": {"limits": {"memory": "64Gi"}}}
+    assert "NEXRL_OPERATOR_RESOURCES" not in {item["name"] for item in _environment(objects(()))}
 
 
 def test_pods_judge_no_tokens_without_the_right_to() -> None:

@@ -225,6 +225,26 @@ def test_memory_of_components_without_a_model_is_limited_unless_the_template_nam
     assert limited == {"controller", "trajectory-pool", "weight-sync", "rollout"}
 
 
+def test_the_release_sets_resources_that_a_template_replaces() -> None:
+    limits = {"memory": "64Gi", "ephemeral-storage": "100Gi"}
+    settings = {"resources": {"trainer": {"limits": limits}, "rollout": {"requests": {"memory": "32Gi"}}}}
+    made = renderer(settings=settings).workloads(1)
+    requests = {"cpu": "200m", "memory": "1Gi", "ephemeral-storage": "512Mi"}
+    assert container(made["trainer"])["resources"] == {"requests": requests, "limits": limits}
+    assert "limits" not in container(made["rollout"])["resources"]  # the default limit is below the request
+    template = {"spec": {"containers": [{"name": "nexrl", "resources": {"limits": {"memory": "99Gi"}}}]}}
+    trainer = renderer(settings=settings, trainer={"steps": 4, "template": template}).workloads(1)["trainer"]
+    assert container(trainer)["resources"]["limits"] == {**limits, "memory": "99Gi"}
+
+
+def test_every_container_asks_for_disk_unless_a_queue_would_have_to_have_a_quota_for_it() -> None:
+    for kueue in (False, True):
+        for item in renderer(settings={"kueue": kueue}).workloads(1).values():
+            for each in item["spec"]["template"]["spec"]["containers"]:
+                assert {"cpu", "memory"} <= each["resources"]["requests"].keys()
+                assert ("ephemeral-storage" in each["resources"]["requests"]) is not kueue
+
+
 @pytest.mark.parametrize(
     "containers",
     [7, [7], [{}], [{"name": "nexrl", "resources": 7}], [{"name": "nexrl", "resources": {"requests": 7}}]],
@@ -249,6 +269,22 @@ def test_replicas_are_spread_over_nodes_as_the_template_says() -> None:
     spec = changed["spec"]["template"]["spec"]
     assert spec["topologySpreadConstraints"] == [constraint | required]
     assert spec["priorityClassName"] == "training"
+
+
+def test_replicas_that_do_the_same_work_are_evicted_one_at_a_time_unless_the_release_says_otherwise() -> None:
+    made = renderer()
+    budgets = [item for item in made.foundation() if item["kind"] == "PodDisruptionBudget"]
+    assert {item["metadata"]["name"] for item in budgets} == {"x-trajectory-pool", "x-inference", "x-rollout"}
+    workloads = made.workloads(1)
+    for item in budgets:
+        assert item["metadata"]["ownerReferences"] == [made.owner.reference()]
+        spec, component = item["spec"], item["metadata"]["name"].removeprefix("x-")
+        assert (spec["maxUnavailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+        selected = spec["selector"]["matchLabels"]
+        assert selected.items() <= workloads[component]["spec"]["template"]["metadata"]["labels"].items()
+        assert not selected.items() <= dict(made.owner.selector(component)).items()  # the labels of users' own pods
+    without = renderer(settings={"disruption_budgets": False}).foundation()
+    assert not [item for item in without if item["kind"] == "PodDisruptionBudget"]
 
 
 def test_volumes_on_the_disk_of_a_node_have_a_size_that_a_template_replaces() -> None:

@@ -1,18 +1,21 @@
 """Certificates, when cert-manager makes them, and the password of the release's Redis."""
 
 import base64
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
+from prometheus_client import REGISTRY
 
 from nexrl.errors import FailedPreconditionError
 from nexrl.k8s.api import Api
 from nexrl.spec import parse_experiment
 from nexrl.tls import experiment_name
 from nexrl_operator import credentials as credentials_module
+from nexrl_operator.authority import AUTHORITY_DAYS, issue, new_ca
 from nexrl_operator.children import Renderer
 from nexrl_operator.credentials import Credentials
 from nexrl_operator.objects import RUN_FOLDER, Owner
@@ -51,6 +54,32 @@ async def test_certificate_of_an_experiment_goes_with_it(tmp_path: Path) -> None
     assert certificate["metadata"]["ownerReferences"] == [owner.reference()]
     assert certificate["spec"]["secretName"] == "x-tls"
     assert {experiment_name("rl", "x"), "x-controller.rl.svc"} <= set(certificate["spec"]["dnsNames"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "certificate"), [({}, "y-tls"), ({"tls": "secret", "tls_secret": "shared"}, "shared")]
+)
+async def test_the_metrics_say_when_a_certificate_expires_that_others_made(
+    tmp_path: Path, settings: dict[str, str], certificate: str
+) -> None:
+    ca = new_ca()
+    made = issue(ca, [], experiment_name("expiry", "y"), days=3)
+    files = {"ca.crt": issue(ca, [], "old", days=1).certificate + ca.certificate, "tls.crt": made.certificate}
+    known = SETTINGS.model_copy(update={"release_namespace": "expiry", **settings})
+    document = experiment_object("y", "expiry", redis={"url": "redis://ours:6379"})
+    renderer = Renderer(Owner("expiry", "y", "uid-1"), parse_experiment(document, RUN_FOLDER), known)
+    credentials = Credentials(cast("Api", Secrets({**files, "tls.key": made.key})), known, tmp_path)
+    await credentials.begin()
+    await credentials.objects(renderer, is_running=True)
+    assert _days_left("expiry", certificate) == _days_left("expiry", "operator") == 3
+    assert _days_left("expiry", "authority") == AUTHORITY_DAYS  # the newest one counts
+
+
+def _days_left(namespace: str, certificate: str) -> int:
+    labels = {"namespace": namespace, "certificate": certificate}
+    ends = REGISTRY.get_sample_value("nexrl_certificate_expiration_timestamp_seconds", labels)
+    assert ends is not None
+    return round((ends - time.time()) / 86400)
 
 
 async def test_the_password_of_redis_is_read_once_and_again_when_redis_refuses_it(

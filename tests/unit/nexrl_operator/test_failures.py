@@ -78,16 +78,62 @@ def test_an_eviction_for_the_disk_that_a_pod_uses_itself_is_its_fault() -> None:
     before = {"name": "nexrl", "lastState": {"terminated": {"exitCode": 1, "finishedAt": "2026-11-22T00:00:00Z"}}}
     own = {"phase": "Failed", "reason": "Evicted", "message": message, "conditions": []}
     rollout = pod(made, "rollout", **own, containerStatuses=[before])  # reported before: each instance has one newest
-    trainer, other = pod(made, "trainer", **own), pod(made, "weight-sync", **own)
+    trainer = pod(made, "trainer", **own)
     pressed = [{"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}]
-    drained = pod(made, "rollout", **(own | {"conditions": pressed}))
-    now = replace(now, pods=[rollout, trainer, other, drained])
+    drained = pod(made, "inference", **(own | {"conditions": pressed}))
+    now = replace(now, pods=[rollout, trainer, drained])
     [exit] = make_plan(now, made).exits
     assert (exit.component, exit.exit_code) == ("x-rollout-0", -9)
     assert exit.log_tail.startswith('evicted: Usage of EmptyDir volume "tmp" exceeds the limit "32Gi".; write less, or')
     assert exit.log_tail.endswith("raise the sizeLimit of the volume in spec.rollout.template.spec.volumes")
     assert not now.is_disrupted(job)
     assert (now.job_exit(job).exit_code, "spec.trainer.template" in now.job_exit(job).log_tail) == (-9, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "instance", "remedy"),
+    [
+        (
+            'Usage of EmptyDir volume "data-reader-tmp" exceeds the limit "32Gi". ',
+            "data-reader",
+            "container data-reader: write less, or raise the sizeLimit of the volume in spec.trajectoryPool.template",
+        ),
+        (
+            'Container data-reader exceeded its local ephemeral storage limit "1Gi". ',
+            "data-reader",
+            "raise limits.ephemeral-storage in spec.trajectoryPool.template.spec.containers[data-reader].resources",
+        ),
+        (
+            'Usage of EmptyDir volume "tmp" exceeds the limit "4Gi". ',
+            "trajectory-pool",
+            "write less, or raise the sizeLimit of the volume in spec.trajectoryPool.template.spec.volumes",
+        ),
+        (
+            "Pod ephemeral local storage usage exceeds the total limit of containers 2Gi. ",
+            "trajectory-pool",
+            "raise limits.ephemeral-storage in spec.trajectoryPool.template.spec.containers[nexrl].resources",
+        ),
+    ],
+)
+def test_a_pool_that_is_evicted_for_the_disk_of_one_container_is_an_exit_of_that_container_once(
+    message: str, instance: str, remedy: str
+) -> None:
+    made = renderer()
+    ended = {"exitCode": 1, "finishedAt": "2026-11-22T00:00:00Z"}
+    before = [{"name": name, "lastState": {"terminated": ended}} for name in ("nexrl", "data-reader")]
+    first, second = (pod(made, "trajectory-pool", phase="Failed", reason="Evicted", message=message) for _ in "ab")
+    first["metadata"] |= {"uid": "a", "creationTimestamp": "2026-11-22T00:00:00Z"}
+    second["metadata"] |= {"uid": "b", "creationTimestamp": "2026-11-22T00:01:00Z"}
+    for each in (first, second):
+        each["spec"] = made.workloads(1)["trajectory-pool"]["spec"]["template"]["spec"]
+        each["status"] |= {"conditions": [], "containerStatuses": before}
+    exits = {each.component: each for each in make_plan(replace(observed(made), pods=[second, first]), made).exits}
+    assert len(exits) == 2  # of each container only the newest, however many evicted pods the Deployment has
+    assert (exits[instance].request_id, exits[instance].exit_code) == ("b/evicted", -9)
+    assert message.strip() in exits[instance].log_tail
+    assert remedy in exits[instance].log_tail
+    [other] = exits.keys() - {instance}
+    assert exits[other].request_id == "b/2026-11-22T00:00:00Z"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,15 @@ def test_pods_call_each_other_and_what_release_and_spec_name_and_nobody_else() -
     assert "NetworkPolicy" not in {item["kind"] for item in without.foundation()}
 
 
+def test_the_nodes_of_the_trainer_stay_known_when_it_is_gone() -> None:
+    spec = {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
+    made = renderer(trainer={"steps": 4, "template": {"spec": spec}})
+    results = new_status(observed(made), made, Verdict())["results"]
+    assert spec.items() <= results.items()
+    after = observed(made, running=(), seen=None, results=results)
+    assert new_status(after, made, Verdict())["results"] == results
+
+
 def test_the_count_at_the_end_cannot_be_asked_for_before_it() -> None:
     made = renderer()
     now = observed(made)
@@ -119,9 +128,9 @@ def test_only_the_number_of_rollouts_is_written_when_it_changes() -> None:
 def test_a_template_of_rollouts_is_rolled_out_and_one_of_the_trainer_waits() -> None:
     template = {"spec": {"nodeSelector": {"a": "b"}}}
     rolling = make_plan(observed(renderer()), renderer(rollout={"maxNewTokens": 8, "template": template}))
-    assert names(rolling.apply) == {"StatefulSet x-rollout"}
+    assert names(rolling.apply) == {"ConfigMap x-experiment", "StatefulSet x-rollout"}
     waiting = make_plan(observed(renderer()), renderer(trainer={"steps": 4, "template": template}))
-    assert not waiting.apply
+    assert names(waiting.apply) == {"ConfigMap x-experiment"}
     assert "trainer" in waiting.pending_change
 
 
