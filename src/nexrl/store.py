@@ -84,7 +84,7 @@ async def connect_redis(url: str, *, wait_seconds: float = 0.0) -> Redis:
     """
     try:
         await _check(url, wait_seconds)
-        return await _client(url, RETRY_SECONDS).initialize()
+        return await _client(url, _RetryForSeconds(RETRY_SECONDS, is_admitted=True)).initialize()
     except (ValueError, TypeError) as error:  # TypeError: a query parameter that redis-py does not know
         raise InvalidArgumentError(f"redis.url: {_shown(url)}: {error}; allowed: {SCHEMES}") from None
     except (RedisError, RedisClusterException, OSError) as error:
@@ -138,7 +138,7 @@ async def _keys(connection: Redis, experiment: str) -> AsyncIterator[list[Any]]:
 # connecting ----------------------------------------------------------------------------------------------------------
 
 
-def _client(url: str, retry_seconds: float) -> Redis:
+def _client(url: str, retry: "_RetryForSeconds") -> Redis:
     password = redis_password()
     options: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_SECONDS,
@@ -150,12 +150,10 @@ def _client(url: str, retry_seconds: float) -> Redis:
     cluster_url, is_cluster = CLUSTER_SCHEME.subn(r"\1", url)
     if is_cluster:
         try:
-            return cast(Redis, _Cluster.from_url(cluster_url, retry_policy=_RetryForSeconds(retry_seconds), **options))
+            return cast(Redis, _Cluster.from_url(cluster_url, retry_policy=retry, **options))
         except RedisClusterException as error:
             raise ValueError(str(error)) from None
-    pool = _Pool.from_url(
-        url, retry=_RetryForSeconds(retry_seconds), max_connections=MAX_CONNECTIONS, timeout=RETRY_SECONDS, **options
-    )
+    pool = _Pool.from_url(url, retry=retry, max_connections=MAX_CONNECTIONS, timeout=RETRY_SECONDS, **options)
     if issubclass(pool.connection_class, SSLConnection):
         pool.connection_class = _TlsConnection
     return Redis.from_pool(pool)
@@ -163,7 +161,8 @@ def _client(url: str, retry_seconds: float) -> Redis:
 
 async def _check(url: str, wait_seconds: float) -> None:
     """Raise unless a server answers, admits the user, and is of the kind that the URL says."""
-    async with aclosing(_client(url, wait_seconds)) as probe, asyncio.timeout(CONNECT_SECONDS + wait_seconds):
+    retry = _RetryForSeconds(wait_seconds, is_admitted=False)
+    async with aclosing(_client(url, retry)) as probe, asyncio.timeout(CONNECT_SECONDS + wait_seconds):
         found = await probe.info("server") | await probe.info("memory")
     if "cluster" in (found.get("redis_mode"), found.get("server_mode")) and not CLUSTER_SCHEME.match(url):
         raise ValueError("is a node of a Redis Cluster; use redis+cluster:// or rediss+cluster://")
@@ -225,9 +224,11 @@ class _RetryForSeconds(Retry):
     All scripts are idempotent (request ids, attempts), so a script that may already have run can be sent again.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, is_admitted: bool) -> None:
+        """`is_admitted`: the server has admitted the user before, so one that refuses it has only forgotten it."""
         super().__init__(NoBackoff(), 0)
         self._seconds = seconds
+        self._is_admitted = is_admitted
         self._pauses = ExponentialWithJitterBackoff(cap=MAX_BACKOFF_SECONDS, base=0.02)
 
     async def call_with_retry(
@@ -243,7 +244,7 @@ class _RetryForSeconds(Retry):
             try:
                 return await do()
             except (RedisError, RedisClusterException, OSError) as error:
-                if not _is_passing(error):
+                if not self._is_passing(error):
                     raise
                 failures += 1
                 await (fail(error, failures) if with_failure_count else fail(error))
@@ -251,13 +252,14 @@ class _RetryForSeconds(Retry):
                     raise StoreUnavailableError(f"redis.url: Redis is not available: {error}") from error
             await asyncio.sleep(self._pauses.compute(failures))
 
-
-def _is_passing(error: Exception) -> bool:
-    # StoreUnavailableError: opening the connection was already retried for the whole time.
-    if isinstance(error, (AuthenticationError, AuthorizationError, StoreUnavailableError)):
-        return False
-    lost = (RedisConnectionError, RedisTimeoutError, RedisClusterException, ClusterError, OSError)
-    return isinstance(error, lost) or PASSING.search(f"{getattr(error, 'status_code', '')} {error}") is not None
+    def _is_passing(self, error: Exception) -> bool:
+        # StoreUnavailableError: opening the connection was already retried for the whole time.
+        if isinstance(error, StoreUnavailableError):
+            return False
+        if isinstance(error, (AuthenticationError, AuthorizationError)):
+            return self._is_admitted
+        lost = (RedisConnectionError, RedisTimeoutError, RedisClusterException, ClusterError, OSError)
+        return isinstance(error, lost) or PASSING.search(f"{getattr(error, 'status_code', '')} {error}") is not None
 
 
 class _Cluster(RedisCluster):

@@ -85,10 +85,11 @@ class Namespace:
         return [pod for pod in self.list("pods", selector) if "deletionTimestamp" not in pod["metadata"]]
 
     def addresses(self, selector: str) -> dict[str, str]:
-        """Return host:port of every port that these pods name, with the port's name: policies know no Services."""
+        """Return host:port of every port that these running pods name, with its name: policies know no Services."""
         return {
             f"{pod['status']['podIP']}:{port['containerPort']}": port["name"]
             for pod in self.pods(selector)
+            if pod["status"]["phase"] == "Running"
             for container in pod["spec"]["containers"]
             for port in container.get("ports", [])
         }

@@ -7,7 +7,7 @@ import sys
 from contextlib import aclosing
 from typing import Any
 
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from nexrl.errors import NexrlError
 from nexrl.store import connect_redis, key_prefix
@@ -67,6 +67,8 @@ async def accepted(url: str, commands: list[str]) -> list[str]:
                 await connection.execute_command(*command.split())
             except NoPermissionError:
                 continue
+            except ResponseError:
+                pass  # it was allowed, and failed for another reason
             found.append(command)
     return found
 
