@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY, Histogram
 
 from nexrl.k8s.api import EXPERIMENT, Api
 from nexrl_operator.credentials import SECRETS_SECONDS
+from nexrl_operator.reconciler import RECONCILED
 from nexrl_operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Services, experiment_object, operator_settings
@@ -66,7 +67,11 @@ async def _is_quiet(operator: Operator) -> bool:
 
 
 def _reconciled(result: str) -> float:
-    return REGISTRY.get_sample_value("nexrl_operator_reconcile_total", {"result": result}) or 0.0
+    # Not from REGISTRY: it would collect all metrics of all experiments, many times in a second.
+    [metric] = RECONCILED.collect()
+    return sum(
+        each.value for each in metric.samples if each.name == metric.name + "_total" and each.labels["result"] == result
+    )
 
 
 def _p99_bound() -> float:

@@ -1,6 +1,8 @@
 """The objects that an experiment owns, rendered from its spec. Pure: this module never looks at the cluster."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from nexrl.components import WITH_PODS
 from nexrl.spec import Experiment, dump_resolved, with_folder
@@ -47,6 +49,10 @@ class Renderer:
 
         The ConfigMap comes first.
         """
+        return list(self._foundation)
+
+    @cached_property
+    def _foundation(self) -> Sequence[Object]:
         policies = []
         if self.settings.network_policy:
             policies.append(network_policy(self.owner, self.experiment.spec, self.settings))

@@ -33,16 +33,24 @@ def effective_renderer(observed: Observed, settings: OperatorSettings) -> tuple[
         return _renderer(observed, spec | honoured, settings), error.message
 
 
+def rendering_inputs(observed: Observed) -> tuple[object, ...]:
+    """Return all that a valid spec's renderer is made from, besides the settings."""
+    return observed.resource["spec"], _max_rollouts(observed), _generation(observed)
+
+
 def _renderer(observed: Observed, spec: Object, settings: OperatorSettings) -> Renderer:
-    resource, metadata = observed.resource, observed.resource["metadata"]
+    metadata = observed.resource["metadata"]
     # Without annotations: that of `kubectl apply` is as long as the object.
     known = {name: metadata[name] for name in ("name", "namespace")}
     document = {"apiVersion": API_VERSION, "kind": EXPERIMENT_KIND, "metadata": known}
     experiment = parse_experiment(document | {"spec": spec}, RUN_FOLDER)
     owner = Owner(metadata["namespace"], metadata["name"], metadata["uid"])
-    admission = observed.admission if queue_of(resource) else None
-    max_rollouts = admitted_counts(admission).get("rollout", 0) if admission else None
-    return Renderer(owner, experiment, settings, max_rollouts, _generation(observed))
+    return Renderer(owner, experiment, settings, _max_rollouts(observed), _generation(observed))
+
+
+def _max_rollouts(observed: Observed) -> int | None:
+    admission = observed.admission if queue_of(observed.resource) else None
+    return admitted_counts(admission).get("rollout", 0) if admission else None
 
 
 def _generation(observed: Observed) -> int:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from nexrl_operator.children import Renderer
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -18,6 +20,8 @@ class ExperimentState:
 
     uid: str
     """UID of the experiment. A later experiment with the same name gets a new state."""
+    rendering: tuple[tuple[object, ...], Renderer] | None = None
+    """What the renderer of its valid spec was made from, and the renderer: to render takes most of a reconciliation."""
     ledger: str = ""
     """Name of the experiment's ledger in the release's Redis; "" while it has no ledger there."""
     is_expiring: bool | None = None

@@ -13,7 +13,7 @@ from nexrl_operator.children import Renderer
 from nexrl_operator.objects import ATTEMPT_LABEL, Object
 from nexrl_operator.observed import Exit, Observed, attempt_of, has_finished, seconds
 from nexrl_operator.queueing import is_admitted, is_to_be_queued_again, new_workload, queue_of, requeue_at
-from nexrl_operator.revisions import configuration_revision, is_outdated, is_rendered_alike, revision_of
+from nexrl_operator.revisions import is_outdated, is_rendered_alike, revision_of
 from nexrl_operator.setbacks import MAX_DISRUPTIONS, setbacks
 from nexrl_operator.status import is_finished
 from nexrl_operator.troubles import find_trouble, next_trouble_seconds
@@ -157,7 +157,7 @@ def _foundation(observed: Observed, renderer: Renderer, is_running: bool) -> Pla
     ]
     if found is not None and is_running and is_outdated(found, configuration):
         apply.append(configuration)
-    is_changed = found is not None and revision_of(found) != configuration_revision(renderer.experiment)
+    is_changed = found is not None and revision_of(found) != revision_of(configuration)
     pending = "the spec has changed in a way that needs a restart of all pods" if is_running and is_changed else ""
     applied = [
         item for item in (configuration, *others) if item not in apply and item["kind"] != "PersistentVolumeClaim"

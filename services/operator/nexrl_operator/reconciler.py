@@ -12,14 +12,15 @@ from nexrl.errors import NexrlError
 from nexrl.k8s.api import Api, ApiError
 from nexrl.spec import SpecError
 from nexrl_operator.caches import Caches
+from nexrl_operator.children import Renderer
 from nexrl_operator.credentials import SECRETS_SECONDS, Credentials
-from nexrl_operator.effective_spec import effective_renderer
+from nexrl_operator.effective_spec import effective_renderer, rendering_inputs
 from nexrl_operator.executor import Executor, Outcome, Reconciliation
 from nexrl_operator.experiment_clients import ExperimentClients
 from nexrl_operator.experiment_state import ExperimentState
 from nexrl_operator.ledger_expiry import LedgerExpiry
 from nexrl_operator.objects import Object, Owner
-from nexrl_operator.observed import is_deleted
+from nexrl_operator.observed import Observed, is_deleted
 from nexrl_operator.plan import Stage, make_plan
 from nexrl_operator.reporter import Reporter
 from nexrl_operator.settings import OperatorSettings
@@ -90,7 +91,7 @@ class Reconciler:
             return
         observed = self.caches.observe(key, resource, self._clients.seen(key))
         try:
-            renderer, problem = effective_renderer(observed, self._settings)
+            renderer, problem = self._renderer(observed, state)
         except SpecError as error:
             await self._reporter.write_status(observed, rejected(observed, "InvalidSpec", error.message), state)
             return
@@ -110,6 +111,15 @@ class Reconciler:
         self._set_ttl(current)
         if plan.stage is not Stage.RUN and not observed.living(*BY_NAME):
             self._credentials.forget_certificate(renderer.owner)
+
+    def _renderer(self, observed: Observed, state: ExperimentState) -> tuple[Renderer, str]:
+        """Return what `effective_renderer` does; the known renderer while nothing has changed that it is made from."""
+        inputs = rendering_inputs(observed)
+        if state.rendering is not None and state.rendering[0] == inputs:
+            return state.rendering[1], ""
+        renderer, problem = effective_renderer(observed, self._settings)
+        state.rendering = None if problem else (inputs, renderer)
+        return renderer, problem
 
     async def _state_of(self, key: Key, resource: Object | None) -> ExperimentState | None:
         """Return the state of the experiment; None if it is gone. Cleans up after another one of its name."""

@@ -11,6 +11,7 @@ import nexrl.k8s
 from nexrl.errors import FailedPreconditionError, UnavailableError
 from nexrl.k8s.api import Api, Kind
 from nexrl.spec import SpecError, parse_experiment
+from nexrl_operator import reconciler as reconciler_module
 from nexrl_operator.authority import new_ca
 from nexrl_operator.children import Renderer
 from nexrl_operator.credentials import Credentials
@@ -20,6 +21,7 @@ from nexrl_operator.object_names import NameTakenError, require_free_names
 from nexrl_operator.objects import RUN_FOLDER, Owner
 from nexrl_operator.observed import Observed
 from nexrl_operator.reconciler import Reconciler
+from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.work_queue import WorkQueue
 from tests.support.kubelet import experiment_object, operator_settings
 
@@ -70,6 +72,25 @@ async def test_one_that_cannot_be_worked_on_is_tried_again_and_ends_nothing(
     made.caches.experiments.note(resource() | {"spec": None})
     assert not await made.reconcile(("rl", "x"))
     assert "Traceback" in caplog.text
+    made.close()
+
+
+async def test_an_experiment_is_rendered_again_only_when_what_it_is_made_from_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderings: list[Object] = []
+
+    def counted(observed: Observed, settings: OperatorSettings) -> tuple[Renderer, str]:
+        renderings.append(observed.resource["spec"])
+        return effective_renderer(observed, settings)
+
+    monkeypatch.setattr(reconciler_module, "effective_renderer", counted)
+    made, changed = reconciler(tmp_path), {**experiment_object("x", "rl", trainer={"steps": 9})["spec"]}
+    for version, spec in enumerate([resource()["spec"], resource()["spec"], changed, changed], start=1):
+        known = resource(resourceVersion=str(version), generation=1) | {"spec": spec, "status": {"restarts": version}}
+        made.caches.experiments.note(known)
+        await made.reconcile(("rl", "x"))
+    assert renderings == [resource()["spec"], changed]
     made.close()
 
 
