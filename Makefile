@@ -110,7 +110,7 @@ proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/
 
 .PHONY: test
 test: $(INSTALLED) ## Run the unit, contract, integration and end-to-end tests that need no GPU, vLLM or cluster
-	$(BIN)/pytest -n 2 -m '$(DEFAULT_TESTS)'
+	$(BIN)/pytest -n 2 --dist worksteal -m '$(DEFAULT_TESTS)'
 
 .PHONY: test-e2e
 test-e2e: $(INSTALLED) ## Run only the tests that start `nexrl run`
@@ -171,11 +171,19 @@ guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fai
 	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
 
 .PHONY: soak
-soak: mutants guide-mutants chaos trainer-kills fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages
+soak: mutants guide-mutants chaos trainer-kills user-code histories fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
 
 .PHONY: trainer-kills
 trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for each boundary; and KILLS=100 times at random
 	NEXRL_TRAINER_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 2 tests/integration/test_trainer_kills.py
+
+.PHONY: user-code
+user-code: $(INSTALLED) ## Run the experiments with hostile rewards and losses that `make test` omits
+	$(BIN)/pytest -n 1 -m 'e2e and chaos' tests/e2e
+
+.PHONY: histories
+histories: $(INSTALLED) ## Try random histories of the ledger: HISTORIES=1000
+	NEXRL_LEDGER_HISTORIES=$(or $(HISTORIES),1000) $(BIN)/pytest tests/integration/test_ledger_properties.py
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=20000 for each of five processes, SEED=0

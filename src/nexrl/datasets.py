@@ -6,8 +6,11 @@ checkpoint only stores the position in the sequence of all epochs.
 
 import difflib
 import json
+import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -23,9 +26,13 @@ if TYPE_CHECKING:  # nexrl.spec.machine checks the tasks of a file with this mod
     from nexrl.spec.data import DataSpec, FileDataSpec, MockDataSpec, PythonDataSpec, ReasoningGymDataSpec
     from nexrl.spec.experiment import ExperimentSpec
 
+log = logging.getLogger(__name__)
+
 MAX_TASKS = 1_000_000
 MAX_REPORTED = 10
 """Wrong rows listed in one message."""
+SLOW_SECONDS = 30.0
+"""Data that is not read by then is reported: a factory of the user may never return."""
 
 Split = Literal["train", "validation"]
 
@@ -81,10 +88,11 @@ class Datasets(NamedTuple):
     validation: TaskSource | None
 
 
-def open_datasets(spec: "ExperimentSpec", folder: Path) -> Datasets:
+def open_datasets(spec: "ExperimentSpec", folder: Path, on_slow: Callable[[str], object] = log.warning) -> Datasets:
     """Read and check all tasks of an experiment. Training omits the prompts that validation holds out.
 
     Relative paths and modules of the user are searched in `folder`. Raises DatasetError for all problems at once.
+    `on_slow` is called, in another thread, with a message that names a source that takes more than SLOW_SECONDS.
     """
     violations: list[Violation] = []
     sources: dict[Split, TaskSource] = {}
@@ -93,7 +101,8 @@ def open_datasets(spec: "ExperimentSpec", folder: Path) -> Datasets:
         wanted["validation"] = spec.validation.data
     for split, data in wanted.items():
         try:
-            sources[split] = open_dataset(data, folder, split)
+            with _reported_if_slow(data, split, on_slow):
+                sources[split] = open_dataset(data, folder, split)
         except DatasetError as error:
             violations += error.violations
     if violations:
@@ -128,6 +137,23 @@ def open_dataset(data: "DataSpec", base_path: Path, split: Split = "train") -> T
     return TaskSource(tasks, data.seed, data.shuffle and is_training, data.epochs if is_training else 1)
 
 
+@contextmanager
+def _reported_if_slow(data: "DataSpec", split: Split, report: Callable[[str], object]) -> Iterator[None]:
+    described = f"{_section(split)}: {data.type} data is not read after {SLOW_SECONDS:g} s; the run waits for it"
+    if data.type == "python":
+        described = (
+            f"{_section(split)}.factory: {data.factory}({split!r}) has not returned for {SLOW_SECONDS:g} s. "
+            "The run waits for it. If it never ends, stop the run and correct the function"
+        )
+    timer = threading.Timer(SLOW_SECONDS, report, [described])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Rows of a source. Each has a place, for messages, and a function that parses it or raises ValueError."""
@@ -140,7 +166,7 @@ class _Rows:
 
 
 def _rows(data: "DataSpec", folder: Path, split: Split) -> _Rows:
-    section = "spec.data" if split == "train" else "spec.validation.data"
+    section = _section(split)
     match data.type:
         case "mock":
             return _Rows(section, "mock", _plain("mock", _mock(cast("MockDataSpec", data), split)))
@@ -150,6 +176,10 @@ def _rows(data: "DataSpec", folder: Path, split: Split) -> _Rows:
             return _factory_rows(cast("PythonDataSpec", data), folder, split, f"{section}.factory")
         case _:
             return _file_rows(cast("FileDataSpec", data), folder, f"{section}.path")
+
+
+def _section(split: Split) -> str:
+    return "spec.data" if split == "train" else "spec.validation.data"
 
 
 def _generated_rows(data: "ReasoningGymDataSpec", section: str) -> _Rows:

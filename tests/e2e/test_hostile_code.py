@@ -48,7 +48,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+IN_SOAK = {"returns NaN", "sleeps", "is killed for memory", "uses up memory", "prints without end"}
+"""Faults that end like another one of FAULTS. Each takes a whole run, so only `make soak` tries them."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.chaos] if name in IN_SOAK else []) for name in FAULTS]
+)
 async def test_run_with_a_hostile_reward_ends_and_its_status_says_why(tmp_path: Path, name: str) -> None:
     fault, file = FAULTS[name], tmp_path / "mine.py"
     file.write_text(f"{HEAD}{fault.body}\n")

@@ -36,7 +36,7 @@ SMALL_BATCHES = (f"trajectoryPool.batchSize={BATCH_SIZE}", "rollout.workers=32",
 @pytest.mark.timeout(300)
 @pytest.mark.guide("D3", "D8", "D9", "L18", "Q41", "J10")
 async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path: Path) -> None:
-    overrides = (*SMALL_BATCHES, "trainer.steps=60", "checkpoint.everySteps=8", "resume.mode=auto")
+    overrides = (*SMALL_BATCHES, "trainer.steps=40", "checkpoint.everySteps=8", "resume.mode=auto")
 
     async with running(tmp_path, *overrides, seconds=90) as run:
         await run.until_step(12)
@@ -64,10 +64,10 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
         await run.ends()
 
     lines = steps_of(run.folder)
-    assert {line["step"] for line in lines} == {*range(1, 61)}
+    assert {line["step"] for line in lines} == {*range(1, 41)}
     after_ctrl_c = [line["step"] for line in lines if line["step"] > interrupted_after]
-    assert after_ctrl_c == [*range(int(interrupted_after) + 1, 61)]
-    for step in range(1, 61):  # what was lost with the launcher was trained again, on the same batches
+    assert after_ctrl_c == [*range(int(interrupted_after) + 1, 41)]
+    for step in range(1, 41):  # what was lost with the launcher was trained again, on the same batches
         assert len({(line["reward_mean"], line["loss"]) for line in lines if line["step"] == step}) == 1
 
 

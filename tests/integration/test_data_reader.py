@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from nexrl import datasets
 from nexrl.datasets import open_datasets
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from nexrl.local.components import LOOPBACK, free_ports
 from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import Experiment, with_folder
 from nexrl.v1 import data_loader_service_pb2 as pb
+from nexrl.v1.activity_service_pb2 import GetActivityRequest
+from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub
 from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceStub
 from nexrl.v1.trajectory_pb2 import PURPOSE_TRAINING, PURPOSE_VALIDATION
+from nexrl_controller import server as controller
 from nexrl_data_reader import server as data_reader
 from nexrl_trajectory_pool import server as trajectory_pool
 from nexrl_trajectory_pool import task_reader
 from tests.support.eventually import eventually
 from tests.support.pool import CALL_SECONDS, TAG, PoolClient, samples_of, scored
-from tests.support.services import running_service, small_experiment
+from tests.support.services import running_service, settings, small_experiment
 
 if TYPE_CHECKING:
+    from nexrl.v1.activity_service_pb2_grpc import ActivityServiceAsyncStub
     from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
 
 TWO_EPOCHS = {"type": "mock", "size": 8, "epochs": 2}
@@ -124,7 +130,73 @@ async def test_a_data_set_that_changes_while_the_pool_runs_is_refused(
     experiment = small_experiment(experiment_name)
     changed = small_experiment(experiment_name, data={"type": "mock", "size": 3})
     async with pool_of(tmp_path, redis_url, experiment) as (pool, reader), reader(changed):
-        with pytest.raises(FailedPreconditionError, match=r"3 tasks and had 8; data must be the same"):
+        with pytest.raises(FailedPreconditionError, match=r"spec\.data: .* 3 tasks and had 8\. Data must be the same"):
+            await pool.lease(2)
+
+
+CHANGES = {
+    "another order": ("data[130], data[131] = data[131], data[130]", "128 to 131 of 200"),
+    "another task": ("data[199]['prompt'] = 'another'", "196 to 199 of 200"),
+    "other metadata": ("data[0]['level'] = 2", "0 to 3 of 200"),
+    "one task more": ("data.append(data[0])", "201 tasks and had 200"),
+}
+
+
+def of_the_user(folder: Path, name: str, change: str = "") -> Experiment:
+    """An experiment whose data is a function of the user with this last change."""
+    body = f"data = [{{'prompt': f'task {{n}}', 'answer': '1'}} for n in range(200)]\n    {change}\n    return data"
+    module = f"{name.replace('-', '_')}_{len(list(folder.glob('*.py')))}"  # imported once per test process
+    (folder / f"{module}.py").write_text(f"def tasks(split):\n    {body}\n")
+    return with_folder(small_experiment(name, data={"type": "python", "factory": f"{module}:tasks"}), folder)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_data_that_changes_while_the_pool_is_down_ends_the_pool_with_data_place_and_remedy(
+    tmp_path: Path, redis_url: str, experiment_name: str, change: str
+) -> None:
+    body, place = CHANGES[change]
+    for same in (of_the_user(tmp_path, experiment_name), of_the_user(tmp_path, experiment_name)):
+        async with pool_of(tmp_path, redis_url, same):
+            pass
+    changed = of_the_user(tmp_path, experiment_name, body)
+    async with running_service(tmp_path, data_reader.start, changed) as reader:
+        own = settings(tmp_path, redis_url=redis_url, data_reader=reader.address)
+        with pytest.raises(
+            InvalidArgumentError, match=rf"spec\.data: the data has changed: .*{place}.* Restore it, or"
+        ):
+            await ServiceProcess("test", own, changed).run(trajectory_pool.start)
+
+
+async def test_a_data_factory_that_does_not_return_is_named_to_the_controller_with_what_to_do(
+    tmp_path: Path, redis_url: str, experiment_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "SLOW_SECONDS", 0.1)
+    experiment = of_the_user(tmp_path, experiment_name, "import threading; threading.Event().wait(5)")
+    async with (
+        running_service(tmp_path, controller.start, experiment, redis_url=redis_url) as told,
+        running_service(tmp_path, data_reader.start, experiment, controller=told.address),
+        connect(told.address) as channel,
+    ):
+        activity: ActivityServiceAsyncStub = ActivityServiceStub(channel)
+
+        async def is_named() -> bool:
+            answer = await call(activity.GetActivity, GetActivityRequest(), timeout_seconds=CALL_SECONDS)
+            return any(
+                error.message.startswith("spec.data.factory: ")
+                and ":tasks('train') has not returned for 0.1 s. The run waits for it. " in error.message
+                and error.message.endswith("stop the run and correct the function")
+                for error in answer.errors
+            )
+
+        await eventually(is_named)
+
+
+async def test_data_that_changes_its_order_while_the_pool_runs_is_refused(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    changed = of_the_user(tmp_path, experiment_name, CHANGES["another order"][0])
+    async with pool_of(tmp_path, redis_url, of_the_user(tmp_path, experiment_name)) as (pool, reader), reader(changed):
+        with pytest.raises(FailedPreconditionError, match=r"spec\.data: the data has changed: .*128 to 131 of 200"):
             await pool.lease(2)
 
 

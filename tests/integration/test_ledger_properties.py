@@ -7,6 +7,7 @@ its end, which must come: everything granted was trained once or dropped, and no
 """
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.ledger import rules
 from tests.support.ledger_model import BATCH_SIZE, GROUPINGS, LEASE_SECONDS, READINESS, flags, pick, seldom
 from tests.support.ledger_rules import TrainerRules, WorkerRules
 
+HISTORIES = int(os.environ.get("NEXRL_LEDGER_HISTORIES", "30"))
 LONGEST_END = 500
 """Rounds in which any history must come to its end."""
 
@@ -180,13 +182,13 @@ def _with_server(script: str, name: str) -> str:
     return script.replace(asked, f'redis.call("GET", "{name}")')
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(max(300, 10 * HISTORIES))
 @pytest.mark.guide("H7", "H15", "H16", "H17")
 def test_any_history_is_accounted_for_and_comes_to_an_end(redis_url: str) -> None:
     run_state_machine_as_test(
         lambda: LedgerMachine(redis_url),  # type: ignore[arg-type]  # any factory will do
         settings=settings(
-            max_examples=80,
+            max_examples=HISTORIES,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -25,7 +25,7 @@ from tests.support.trainers import Call, Death, World, running_world
 
 KILLED, CONTRADICTED, NOTHING_FITS = -9, 8, 4
 LOSS_STEPS, EVERY_STEPS, BATCH_SIZE = 12, 2, 4
-RANDOM_KILLS = int(os.environ.get("NEXRL_TRAINER_KILLS", "8"))
+RANDOM_KILLS = int(os.environ.get("NEXRL_TRAINER_KILLS", "3"))
 
 CALLS = (
     "ResumeFromCheckpoint",

@@ -1,16 +1,15 @@
 """Trainer ranks, real processes over Gloo: what is learned does not depend on their number."""
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nexrl_trainer.losses import LOSSES
-from tests.support.rank_process import PATIENCE_SECONDS, RankCase, Trained, main, train
+from tests.support.rank_process import RankCase, Trained, main, train
+from tests.support.spawned_processes import SpawnedProcesses
 
 pytestmark = pytest.mark.timeout(300)  # four processes import torch
 
@@ -45,38 +44,18 @@ def infinite_gradient_of_one_sequence(inputs: LossInputs) -> LossOutputs:
 """
 
 
-class RankProcesses:
+class RankProcesses(SpawnedProcesses):
     """Processes that can be the ranks of one trainer."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(MAX_RANKS, main)
         self._folder, self._numbers = folder, count()
-        spawning = multiprocessing.get_context("spawn")
-        self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(MAX_RANKS):
-            ours, theirs = spawning.Pipe()
-            self._processes.append(spawning.Process(target=main, args=(rank, theirs), daemon=True))
-            self._processes[-1].start()
-            theirs.close()
-            self._connections.append(ours)
 
     def train(self, size: int, cases: Sequence[RankCase]) -> list[list[Trained]]:
         """Train the cases on `size` ranks, and return for each case what each rank has."""
         rendezvous_file = self._folder / f"rendezvous-{next(self._numbers)}"
-        connections = self._connections[:size]
-        for connection in connections:
-            connection.send((size, str(rendezvous_file), cases))
-        by_rank = [connection.recv() for connection in connections]
+        by_rank = self.ask((size, str(rendezvous_file), cases), size)
         return [list(of_case) for of_case in zip(*by_rank, strict=True)]
-
-    def end(self) -> None:
-        """End the processes; returns when they are gone."""
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            process.join(PATIENCE_SECONDS)
-            process.kill()
-            process.join()
 
 
 @pytest.fixture(scope="module")

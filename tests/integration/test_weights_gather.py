@@ -1,9 +1,7 @@
 """Two trainer ranks, real processes over Gloo, gather what FSDP2 has sharded over them."""
 
 import math
-import multiprocessing
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nexrl.weights.packing import snapshot
-from tests.support.gather_process import PATIENCE_SECONDS, RANKS, Gathered, LlamaCase, TensorsCase, main
+from tests.support.gather_process import RANKS, Gathered, LlamaCase, TensorsCase, main
+from tests.support.spawned_processes import SpawnedProcesses
 
 pytestmark = pytest.mark.timeout(180)  # three processes import FSDP
 
@@ -30,35 +29,15 @@ shapes = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 bucket_sizes = st.integers(1, 20_000)
 
 
-class Pair:
+class Pair(SpawnedProcesses):
     """The two ranks."""
 
     def __init__(self, rendezvous_file: Path) -> None:
-        spawning = multiprocessing.get_context("spawn")
-        self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(RANKS):
-            ours, theirs = spawning.Pipe()
-            process = spawning.Process(target=main, args=(rank, str(rendezvous_file), theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
+        super().__init__(RANKS, main, str(rendezvous_file))
 
     def gather(self, case: LlamaCase | TensorsCase, bucket_bytes: int) -> list[Gathered]:
         """What each rank has had of the case."""
-        for connection in self._connections:
-            connection.send((case, bucket_bytes))
-        return [connection.recv() for connection in self._connections]
-
-    def end(self) -> None:
-        """End both; returns when they are gone."""
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            process.join(PATIENCE_SECONDS)
-            process.kill()
-            process.join()
+        return self.ask((case, bucket_bytes))
 
 
 @pytest.fixture(scope="module")

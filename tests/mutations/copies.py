@@ -19,6 +19,8 @@ PROJECT = Path(__file__).parents[2]
 COPIED = ("src", "services", "proto", "tests", "examples", "docs", "deploy", "pyproject.toml")
 WORKERS = 2
 TEST_SECONDS = 300
+ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "NEXRL_LEDGER_HISTORIES": "80"}
+"""Some guards of the ledger are missed only after more random histories than `make test` tries."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _verdict(mutation: Mutation, folder: Path) -> Verdict:
 
 def _pytest(folder: Path, tests: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
     packages = [folder, folder / "src", *(folder / "services").iterdir()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages)), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, packages))}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", *tests]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False

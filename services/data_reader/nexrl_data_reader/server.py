@@ -4,6 +4,7 @@ import asyncio
 
 from nexrl.datasets import open_datasets
 from nexrl.rpc.server import ServiceProcess, run_service
+from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl.v1.data_loader_service_pb2_grpc import add_DataReaderServiceServicer_to_server
 from nexrl_data_reader.service import DataReaderServicer
 
@@ -14,8 +15,14 @@ def main() -> None:
 
 
 async def start(process: ServiceProcess) -> None:
-    """Read the data, serve."""
-    experiment = process.experiment
-    datasets = await asyncio.to_thread(open_datasets, experiment.spec, experiment.folder)
-    process.add(add_DataReaderServiceServicer_to_server, DataReaderServicer(datasets), "nexrl.v1.DataReaderService")
+    """Read the data, serve. The controller is told of data that takes long to read."""
+    experiment, loop = process.experiment, asyncio.get_running_loop()
+
+    def report(problem: str) -> None:
+        sending = process.activity.report(problem, work_context="reading the data", severity=SEVERITY_WARNING)
+        asyncio.run_coroutine_threadsafe(sending, loop)
+
+    datasets = await asyncio.to_thread(open_datasets, experiment.spec, experiment.folder, report)
+    servicer = await asyncio.to_thread(DataReaderServicer, datasets)
+    process.add(add_DataReaderServiceServicer_to_server, servicer, "nexrl.v1.DataReaderService")
     await process.set_ready()

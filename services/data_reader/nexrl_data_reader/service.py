@@ -11,6 +11,7 @@ from nexrl.v1 import data_loader_service_pb2 as pb
 from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceServicer
 from nexrl.v1.trajectory_pb2 import PURPOSE_VALIDATION
 from nexrl.v1.trajectory_pb2 import Task as TaskMessage
+from nexrl_data_reader.digest import digest_of
 
 MAX_COUNT = 4096
 MAX_ANSWER_BYTES = 4 * 2**20
@@ -23,10 +24,13 @@ class DataReaderServicer(DataReaderServiceServicer):
     """nexrl.v1.DataReaderService."""
 
     def __init__(self, datasets: Datasets) -> None:
+        """Takes a while for large data: it makes the digests."""
         self._datasets = datasets
+        self._digests = [digest_of(source) if source else b"" for source in datasets]
 
     async def ReadTasks(self, request: pb.ReadTasksRequest, context: Context) -> pb.ReadTasksResponse:
-        source = self._datasets.validation if request.purpose == PURPOSE_VALIDATION else self._datasets.train
+        index = int(request.purpose == PURPOSE_VALIDATION)
+        source = self._datasets[index]
         if source is None:
             raise NotFoundError("purpose: VALIDATION: the experiment has no section validation")
         if not 0 <= request.count <= MAX_COUNT:
@@ -34,7 +38,8 @@ class DataReaderServicer(DataReaderServiceServicer):
         end = len(source) if request.in_source_order else source.total
         if request.count and not (request.cursor >= 0 and (end is None or request.cursor < end)):
             raise NotFoundError(f"cursor: {request.cursor}; 0 to {'any' if end is None else end - 1}")
-        response = pb.ReadTasksResponse(items=len(source), total=-1 if source.total is None else source.total)
+        total = -1 if source.total is None else source.total
+        response = pb.ReadTasksResponse(items=len(source), total=total, digest=self._digests[index])
         last = request.cursor + request.count
         size_bytes = 0
         for position in range(request.cursor, last if end is None else min(last, end)):

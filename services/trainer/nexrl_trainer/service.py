@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 
-from nexrl.errors import FailedPreconditionError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 from nexrl.tensor_proto import encode_tensor
+from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import trainer_service_pb2 as pb
 from nexrl.v1.trainer_service_pb2_grpc import TrainerServiceServicer
@@ -31,6 +33,7 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
         batch = decode_train_batch(request.tensors)
+        _check_finite(batch)
 
         def accumulate() -> pb.ForwardBackwardResponse:
             metrics = self._worker.learner.forward_backward(batch)
@@ -83,3 +86,15 @@ class TrainerServicer(TrainerServiceServicer):
     def _refuse_while_training(self) -> None:
         if not self._worker.is_done:
             raise FailedPreconditionError("the experiment's own loop is training; call again when it has ended")
+
+
+def _check_finite(batch: TrainBatch) -> None:
+    """Raise InvalidArgumentError if a value at a trained token is not finite: it would spoil the gradient."""
+    values = {"rollout_logprobs": batch.rollout_logprobs_N, "advantages": batch.advantages_N}
+    if batch.reference_logprobs_N is not None:
+        values["reference_logprobs"] = batch.reference_logprobs_N
+    for name, values_N in values.items():
+        wrong = np.flatnonzero(batch.loss_mask_N & ~np.isfinite(values_N))
+        if len(wrong):
+            found = f"{values_N[wrong[0]]} at token {wrong[0]}"
+            raise InvalidArgumentError(f"tensors[{name}]: {found}; must be finite where loss_mask is true")

@@ -137,7 +137,7 @@ class Pool:
 
     async def start_validation(self, version: int) -> int:
         """Begin a round; return its number of samples. Raises FailedPreconditionError while another round runs."""
-        samples = self.source(True).items * self.validation.rules.samples_per_task
+        samples = self.source(True).data.items * self.validation.rules.samples_per_task
         await self.validation.begin_round(version)
         await self.training.hold(version, self.validation_seconds + HOLD_MARGIN_SECONDS)
         return samples
@@ -170,12 +170,14 @@ class Pool:
             await asyncio.sleep(min([MAX_SLEEP_SECONDS, *(d for d in due if d is not None)]))
 
     async def _with_items(self, grant: Grant, *, is_validation: bool) -> LeasedTasks:
+        positions = [granted.position for granted in grant.tasks if not granted.item]
+        tasks = iter(await self.source(is_validation).tasks(positions) if positions else ())
         leases = []
         for granted in grant.tasks:
             if granted.item:  # added by a call
                 lease = Lease(str(json.loads(granted.item)["id"]), granted.item.decode(), granted, is_validation)
             else:
-                task = await self.source(is_validation).task(granted.position)
+                task = next(tasks)
                 lease = Lease(task.task_id, task.item_json, granted, is_validation)
             leases.append(lease)
         return LeasedTasks(tuple(leases), grant.deadline, grant.waiting_on, grant.exhausted)

@@ -1,6 +1,7 @@
 """Starts the trajectory pool: data loader, trajectory pool, train batch pool and validator over one Redis."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from prometheus_client import Gauge
 from nexrl.errors import UnavailableError
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.sample_states import IN_FLIGHT
-from nexrl.store import START_SECONDS, connect_redis, room_bytes
+from nexrl.store import START_SECONDS, Redis, connect_redis, key_prefix, room_bytes
 from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceStub, add_DataLoaderServiceServicer_to_server
 from nexrl.v1.train_batch_pool_service_pb2_grpc import add_TrainBatchPoolServiceServicer_to_server
 from nexrl.v1.trajectory_pb2 import PURPOSE_TRAINING, PURPOSE_VALIDATION
@@ -24,7 +25,7 @@ from nexrl_trajectory_pool.service import (
     ValidatorServicer,
     serve_packed,
 )
-from nexrl_trajectory_pool.task_reader import TaskReader
+from nexrl_trajectory_pool.task_reader import DataIdentity, TaskReader
 
 if TYPE_CHECKING:
     from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
@@ -53,6 +54,9 @@ async def start(process: ServiceProcess) -> None:
     validation = await TaskReader.open(reader, PURPOSE_VALIDATION) if experiment.spec.validation else None
     redis = await connect_redis(process.settings.redis_url, wait_seconds=START_SECONDS)
     process.on_close(redis.aclose)
+    if not process.settings.read_only:
+        prefix = key_prefix(experiment.ledger, experiment.spec.model.tag)
+        await require_same_data(redis, prefix, [train, *([validation] if validation else [])])
     room = await room_bytes(redis)
     pool = Pool(redis, experiment.ledger, experiment.spec, train, validation, room)
     pools = Pools({pool.tag: pool})
@@ -69,6 +73,17 @@ async def start(process: ServiceProcess) -> None:
         process.spawn(pool.expire_leases())
     process.spawn(measure(pool))
     await process.set_ready()
+
+
+async def require_same_data(redis: Redis, prefix: str, sources: Sequence[TaskReader]) -> None:
+    """Record the data of a new experiment. Raises InvalidArgumentError if an earlier process had other data.
+
+    Two short values in Redis, compared once per process.
+    """
+    for source in sources:
+        key = f"{prefix}data:{source.section}"
+        if not await redis.set(key, source.data.encode(), nx=True):
+            source.require_same(DataIdentity.decode((await redis.get(key)).decode()))
 
 
 async def measure(pool: Pool) -> None:

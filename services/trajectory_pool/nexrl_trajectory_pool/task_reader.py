@@ -1,12 +1,20 @@
 """Reads the tasks of one purpose from the data reader, some ahead, and keeps the newest."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from nexrl.errors import DeadlineExceededError, FailedPreconditionError, NexrlError, UnavailableError
+from nexrl.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NexrlError,
+    UnavailableError,
+)
 from nexrl.rpc.client import call
 from nexrl.v1 import data_loader_service_pb2 as pb
-from nexrl.v1.trajectory_pb2 import Task
+from nexrl.v1.trajectory_pb2 import PURPOSE_VALIDATION, Task
 
 if TYPE_CHECKING:
     from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
@@ -18,16 +26,46 @@ READ_SECONDS = 15.0
 """Longest time for the data reader to answer, also while it is restarted. Below the deadline of LeaseTasks."""
 READ_AHEAD = 256
 MAX_KEPT_CHARACTERS = 64 * 2**20
+RANGE_BYTES = 8
+"""Bytes of the digest of one range of the data (ReadTasksResponse.digest)."""
+
+
+class DataIdentity(NamedTuple):
+    """What is the same each time that the same data is read: tasks in one epoch, and ReadTasksResponse.digest."""
+
+    items: int
+    digest: bytes
+
+    def encode(self) -> str:
+        """Return it as text."""
+        return f"{self.items} {self.digest.hex()}"
+
+    @classmethod
+    def decode(cls, text: str) -> "DataIdentity":
+        """Return what `encode` made the text of."""
+        items, _, digest = text.partition(" ")
+        return cls(int(items), bytes.fromhex(digest))
+
+    def difference(self, before: "DataIdentity") -> str:
+        """Return what differs from `before`, for a message."""
+        if self.items != before.items:
+            return f"it has {self.items} tasks and had {before.items}"
+        ranges = [range(at, at + RANGE_BYTES) for at in range(0, len(self.digest), RANGE_BYTES)]
+        changed = next((i for i, r in enumerate(ranges) if any(self.digest[b] != before.digest[b] for b in r)), 0)
+        tasks = math.ceil(self.items / len(ranges))
+        first, last = changed * tasks, min((changed + 1) * tasks, self.items) - 1
+        return f"the first task that differs, or has another place, is one of numbers {first} to {last} of {self.items}"
 
 
 class TaskReader:
-    """The tasks of one purpose. `items` in one epoch, `total` in all epochs; None if there is no limit."""
+    """The tasks of one purpose. `total` in all epochs; None if there is no limit."""
 
     def __init__(
-        self, stub: "DataReaderServiceAsyncStub", purpose: "Purpose.ValueType", items: int, total: int | None
+        self, stub: "DataReaderServiceAsyncStub", purpose: "Purpose.ValueType", data: DataIdentity, total: int | None
     ) -> None:
-        self.items = items
+        self.data = data
         self.total = total
+        self.section = "spec.validation.data" if purpose == PURPOSE_VALIDATION else "spec.data"
         self._stub = stub
         self._purpose = purpose
         self._kept: dict[int, Task] = {}
@@ -38,17 +76,37 @@ class TaskReader:
     async def open(cls, stub: "DataReaderServiceAsyncStub", purpose: "Purpose.ValueType") -> "TaskReader":
         """Wait until the data reader has read its data. Raises UnavailableError after START_SECONDS."""
         sizes = await call(stub.ReadTasks, pb.ReadTasksRequest(purpose=purpose), timeout_seconds=START_SECONDS)
-        return cls(stub, purpose, sizes.items, None if sizes.total < 0 else sizes.total)
+        return cls(stub, purpose, _identity(sizes), None if sizes.total < 0 else sizes.total)
 
-    async def task(self, position: int) -> Task:
-        """Return the task at `position` of the sequence of all epochs. Raises the errors of `_read`."""
-        if position not in self._kept:
-            request = pb.ReadTasksRequest(purpose=self._purpose, cursor=position, count=READ_AHEAD)
-            tasks = await self._read(request)
-            for ahead, task in enumerate(tasks):
-                self._keep(position + ahead, task)
-            return tasks[0]
-        return self._kept[position]
+    async def tasks(self, positions: Sequence[int]) -> Sequence[Task]:
+        """Return the tasks at these positions of the sequence of all epochs. Raises the errors of `_read`.
+
+        All calls that are needed are made at once. An answer may end early, so there may be more than one round.
+        """
+        found = {position: self._kept[position] for position in positions if position in self._kept}
+        while missing := set(positions) - found.keys():
+            for tasks in await asyncio.gather(*map(self._read_from, _cursors(missing))):
+                found |= tasks
+        return [found[position] for position in positions]
+
+    async def _read_from(self, cursor: int) -> dict[int, Task]:
+        """Read up to READ_AHEAD tasks, at least one, and keep them. Returns them by position."""
+        request = pb.ReadTasksRequest(purpose=self._purpose, cursor=cursor, count=READ_AHEAD)
+        tasks = dict(enumerate(await self._read(request), start=cursor))
+        for position, task in tasks.items():
+            self._keep(position, task)
+        return tasks
+
+    def require_same(self, before: DataIdentity) -> None:
+        """Raise InvalidArgumentError if the data was other data `before`, when this experiment began."""
+        if self.data != before:
+            raise InvalidArgumentError(self._changed(self.data, before))
+
+    def _changed(self, now: DataIdentity, before: DataIdentity) -> str:
+        return (
+            f"{self.section}: the data has changed: {now.difference(before)}. Data must be the same each time it is "
+            "read: the ledger knows a task by its position. Restore it, or start a new experiment with the new data"
+        )
 
     async def check(self) -> None:
         """Raise the errors of `_read` if the data reader did not answer the newest call and does not answer now.
@@ -80,9 +138,21 @@ class TaskReader:
             if isinstance(error, DeadlineExceededError):
                 raise UnavailableError(f"the data reader does not answer: {error}") from error
             raise
-        self._is_answering = answer.items == self.items
-        if answer.items != self.items:
-            raise FailedPreconditionError(
-                f"the data has {answer.items} tasks and had {self.items}; data must be the same each time it is read"
-            )
+        now = _identity(answer)
+        self._is_answering = now == self.data
+        if now != self.data:
+            raise FailedPreconditionError(self._changed(now, self.data))
         return answer.tasks
+
+
+def _identity(answer: pb.ReadTasksResponse) -> DataIdentity:
+    return DataIdentity(answer.items, answer.digest)
+
+
+def _cursors(positions: Iterable[int]) -> Sequence[int]:
+    """Return the fewest cursors from which READ_AHEAD tasks each include all positions."""
+    cursors: list[int] = []
+    for position in sorted(positions):
+        if not cursors or position >= cursors[-1] + READ_AHEAD:
+            cursors.append(position)
+    return cursors

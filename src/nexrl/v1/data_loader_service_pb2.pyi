@@ -441,10 +441,15 @@ class ReadTasksResponse(google.protobuf.message.Message):
     TASKS_FIELD_NUMBER: builtins.int
     ITEMS_FIELD_NUMBER: builtins.int
     TOTAL_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
     items: builtins.int
     """Items in one epoch."""
     total: builtins.int
     """Items in all epochs; -1 when their number is unlimited."""
+    digest: builtins.bytes
+    """Digests of 8 bytes of up to 64 equal ranges of an epoch, in the order of the source. Equal if the tasks and their
+    order are the same.
+    """
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.trajectory_pb2.Task]:
         """The tasks from `cursor` on; fewer than `count` at the end of the data, and after 4 MiB."""
@@ -455,7 +460,8 @@ class ReadTasksResponse(google.protobuf.message.Message):
         tasks: collections.abc.Iterable[nexrl.v1.trajectory_pb2.Task] | None = ...,
         items: builtins.int = ...,
         total: builtins.int = ...,
+        digest: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "tasks", b"tasks", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "items", b"items", "tasks", b"tasks", "total", b"total"]) -> None: ...
 
 Global___ReadTasksResponse: typing_extensions.TypeAlias = ReadTasksResponse
