@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tarfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -35,11 +35,21 @@ def result_files(run: Path, checkpoints: Path, *, everything: bool) -> dict[str,
     """Return the files of the results by their names there, which are relative paths.
 
     These are the experiment, its code, metrics, report, logs and the newest checkpoint; with `everything`, all
-    checkpoints and the trajectories as well. Links are left out: user code may have made them.
+    checkpoints and the trajectories as well.
     """
     steps = [path for path in checkpoints_by_step(checkpoints).values() if (path / CHECKPOINT_MARKER).is_file()]
-    parts = {name: run / name for name in (*_KEPT, *([TRAJECTORIES_FOLDER] if everything else []))}
-    parts |= {f"{CHECKPOINTS_FOLDER}/{path.name}": path for path in (steps if everything else steps[-1:])}
+    parts = {f"{CHECKPOINTS_FOLDER}/{path.name}": path for path in (steps if everything else steps[-1:])}
+    return records(run, everything=everything) | _files(parts)
+
+
+def records(run: Path, *, everything: bool) -> dict[str, Path]:
+    """Return the files of the results without the checkpoints."""
+    names = (*_KEPT, *([TRAJECTORIES_FOLDER] if everything else []))
+    return _files({name: run / name for name in names})
+
+
+def _files(parts: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the files in folders, and files, by name. Links are left out: user code may have made them."""
     files: dict[str, Path] = {}
     for name, part in parts.items():
         for path in sorted(part.rglob("*")) if part.is_dir() else [part]:

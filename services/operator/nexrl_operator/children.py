@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from nexrl.components import WITH_PODS
 from nexrl.spec import Experiment, dump_resolved, with_folder
 from nexrl.spec.experiment import GENERATION_ANNOTATION, LEDGER_ANNOTATION
-from nexrl_operator.network_policy import network_policy
+from nexrl_operator.network_policy import network_policy, storage_policy
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
     EXPERIMENT_FOLDER,
@@ -41,6 +41,8 @@ class Renderer:
         policies = []
         if self.settings.network_policy:
             policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
+            if (storage := storage_policy(self.owner, self.experiment.spec)) is not None:
+                policies.append(storage)
         services = [self.service(component.name) for component in WITH_PODS]
         return [with_rendered_digest(item) for item in (self.config_map(), self.claim(), *services, *policies)]
 
