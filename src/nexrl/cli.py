@@ -159,9 +159,16 @@ def get_results(
     everything: Annotated[bool, typer.Option("--all", help="Also all older checkpoints and the trajectories.")] = False,
     namespace: Namespace = "",
 ) -> None:
-    """Copy newest checkpoint, metrics, report, logs and configuration of a run or experiment, also after its end."""
+    """Copy newest checkpoint, metrics, report, logs and configuration of a run or experiment, also after its end.
+
+    RUN may be a folder in object storage, as s3://bucket/prefix/NAME.
+    """
     chosen = folder or Path("results") / Path(run).resolve().name
-    if _is_run(run):
+    if "://" in run:
+        from nexrl.results import copy_stored_results
+
+        copy_stored_results(run, chosen, everything=everything)
+    elif _is_run(run):
         from nexrl.local.run_folder import copy_run_results
 
         copy_run_results(Path(run), chosen, everything=everything)

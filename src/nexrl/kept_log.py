@@ -28,13 +28,13 @@ def newest_bytes(log: Path, limit: int = 2 * LOG_BYTES) -> bytes:
     """Return the end of a log across its rotation; b"" if there is none."""
     content = b""
     for path in (older_log_path(log), log):
-        with contextlib.suppress(OSError), open(path, "rb", opener=_open_file) as file:
+        with contextlib.suppress(OSError), open(path, "rb", opener=open_regular) as file:
             content += file.read()
     return content[-limit:]
 
 
-def _open_file(path: str, flags: int) -> int:
-    """Open a log. User code may write to its folder: raises OSError for a link, a pipe or a device."""
+def open_regular(path: str, flags: int) -> int:
+    """Open a file of a folder that user code may write to: raises OSError for a link, a pipe or a device."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -65,7 +65,7 @@ class KeptLog(RotatingFileHandler):
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
-        return cast(TextIOWrapper, open(self.baseFilename, self.mode, encoding=self.encoding, opener=_open_file))
+        return cast(TextIOWrapper, open(self.baseFilename, self.mode, encoding=self.encoding, opener=open_regular))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name of logging.Handler
         """Do nothing: the line is also on standard error, and an error for each line would hide the others."""

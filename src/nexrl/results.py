@@ -6,17 +6,19 @@ it in a pod with the volume of an experiment.
 
 import asyncio
 import os
+import re
 import shutil
 import sys
 import tarfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from nexrl.errors import AlreadyExistsError, FailedPreconditionError
+from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from nexrl.run_layout import (
     CHECKPOINT_MARKER,
+    CHECKPOINT_PREFIX,
     CHECKPOINTS_FOLDER,
     CODE_FOLDER,
     EXPERIMENT_FILE,
@@ -27,7 +29,9 @@ from nexrl.run_layout import (
     TRAJECTORIES_FOLDER,
     checkpoints_by_step,
 )
+from nexrl.storage import RUN_FILE, RunStorage
 
+_STORED_MARKER = re.compile(rf"{CHECKPOINTS_FOLDER}/{CHECKPOINT_PREFIX}(\d+)/{re.escape(CHECKPOINT_MARKER)}")
 _KEPT = (EXPERIMENT_FILE, CODE_FOLDER, METRICS_FILE, SUMMARY_FILE, REWARD_FILE, LOGS_FOLDER)
 
 
@@ -35,11 +39,21 @@ def result_files(run: Path, checkpoints: Path, *, everything: bool) -> dict[str,
     """Return the files of the results by their names there, which are relative paths.
 
     These are the experiment, its code, metrics, report, logs and the newest checkpoint; with `everything`, all
-    checkpoints and the trajectories as well. Links are left out: user code may have made them.
+    checkpoints and the trajectories as well.
     """
     steps = [path for path in checkpoints_by_step(checkpoints).values() if (path / CHECKPOINT_MARKER).is_file()]
-    parts = {name: run / name for name in (*_KEPT, *([TRAJECTORIES_FOLDER] if everything else []))}
-    parts |= {f"{CHECKPOINTS_FOLDER}/{path.name}": path for path in (steps if everything else steps[-1:])}
+    parts = {f"{CHECKPOINTS_FOLDER}/{path.name}": path for path in (steps if everything else steps[-1:])}
+    return records(run, everything=everything) | _files(parts)
+
+
+def records(run: Path, *, everything: bool) -> dict[str, Path]:
+    """Return the files of the results without the checkpoints."""
+    names = (*_KEPT, *([TRAJECTORIES_FOLDER] if everything else []))
+    return _files({name: run / name for name in names})
+
+
+def _files(parts: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the files in folders, and files, by name. Links are left out: user code may have made them."""
     files: dict[str, Path] = {}
     for name, part in parts.items():
         for path in sorted(part.rglob("*")) if part.is_dir() else [part]:
@@ -54,6 +68,39 @@ def copy_results(files: dict[str, Path], folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with _unless_gone(name):
             shutil.copy2(path, folder / name)
+
+
+def copy_stored_results(uri: str, folder: Path, *, everything: bool) -> None:
+    """Copy the results of a run from object storage to `folder`. `uri` ends with the name of the experiment.
+
+    Raises NotFoundError if there is no run, AlreadyExistsError if `folder` exists, and what RunStorage raises.
+    """
+    storage = RunStorage(uri.rstrip("/"))
+    names = storage.names()
+    if RUN_FILE not in names:
+        raise NotFoundError(f"{uri}: not the folder of a run; name it as <storage.uri>/[<namespace>/]<experiment>")
+    with new_folder(folder) as partial:
+        for name in _chosen(names, everything=everything):
+            path = partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            storage.get(name, path)
+    sys.stdout.write(f"{uri}: {described(folder)} in {folder}\n")
+
+
+def _chosen(names: Sequence[str], *, everything: bool) -> list[str]:
+    """Return the names of the files to copy. Incomplete checkpoints are left out."""
+    steps = {int(match[1]): match[0] for name in names if (match := _STORED_MARKER.fullmatch(name))}
+    newest = {marker.rpartition("/")[0] for step, marker in steps.items() if everything or step == max(steps)}
+    left_out = {RUN_FILE} if everything else {RUN_FILE, TRAJECTORIES_FOLDER}
+    return [
+        name
+        for name in names
+        if (
+            name.rpartition("/")[0] in newest
+            if name.startswith(CHECKPOINTS_FOLDER)
+            else name.split("/")[0] not in left_out
+        )
+    ]
 
 
 def write_tar(files: dict[str, Path], out: BinaryIO) -> None:

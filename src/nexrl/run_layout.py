@@ -9,6 +9,7 @@
 <run>/trajectories/batch_<n>.pb   the samples of batch n (nexrl.v1.BatchLease)
 <run>/metrics.jsonl               metrics by step, one JSON object per line
 <run>/summary.json, reward.png    written when the run ends
+<run>/uploaded.json               what of this folder is in object storage (nexrl.mirror)
 """
 
 import re
@@ -19,6 +20,7 @@ ENDPOINTS_FILE = "endpoints.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 REWARD_FILE = "reward.png"
+UPLOADED_FILE = "uploaded.json"
 CODE_FOLDER = "code"
 LOGS_FOLDER = "logs"
 REDIS_FOLDER = "redis"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nexrl.parent_death import PR_SET_PDEATHSIG
+from nexrl.storage import RunStorage
 from nexrl_trainer import checkpoint, server
 from nexrl_trainer.step import Learner
 
@@ -16,6 +17,7 @@ POINTS: Mapping[str, tuple[Any, str]] = {
     "update": (Learner, "optimizer_step"),  # gradients exist, but no weight has changed yet
     "sync to disk": (os, "fsync"),  # for each file of a checkpoint, its marker, its folder and the parent folder
     "delete": (shutil, "rmtree"),
+    "upload": (RunStorage, "put"),  # each file, of a checkpoint or not
 }
 """The points at which a process can die, and the function that it calls there."""
 

@@ -240,8 +240,13 @@ class World:
 
 
 @asynccontextmanager
-async def running_world(folder: Path, redis_url: str, experiment: Experiment) -> AsyncIterator[World]:
-    """Run a pool, weight sync with one replica, and rollouts that never end. The test starts the trainers."""
+async def running_world(
+    folder: Path, redis_url: str, experiment: Experiment, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[World]:
+    """Run a pool, weight sync with one replica, and rollouts that never end. The test starts the trainers.
+
+    `environment` are more variables of the trainers.
+    """
     file = _run_folder(folder, experiment)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(running_pool(folder, redis_url, experiment))
@@ -253,6 +258,7 @@ async def running_world(folder: Path, redis_url: str, experiment: Experiment) ->
         stack.enter_context(_replica(weight_sync.address, experiment))
         world = World(folder, experiment, pool)
         world._environment = {
+            **(environment or {}),
             "NEXRL_EXPERIMENT_FILE": str(file),
             "NEXRL_RUN_DIR": str(folder),
             "NEXRL_INSTANCE": "trainer",

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, build_processor
 from nexrl_trainer.server import reference_logprobs, run_checkpoints
 from nexrl_trainer.step import Learner, LearnerSettings, StepMetrics
+from nexrl_trainer.uploads import Uploads
 from tests.support.pool import PoolClient, drawn_span, running_pool, scored
-from tests.support.services import small_experiment
+from tests.support.services import settings, small_experiment
 
 STEPS = 4
 CALL_SECONDS = 20.0
@@ -82,7 +84,7 @@ class World:
     def __init__(
         self, folder: Path, experiment: Experiment, pool: PoolClient, reward: Callable[[int], float] = float
     ) -> None:
-        self.folder, self.spec, self.pool = folder, experiment.spec, pool
+        self.folder, self.experiment, self.spec, self.pool = folder, experiment, experiment.spec, pool
         self.user_code = experiment.folder
         self._reward = reward
         self.made: Made = []
@@ -91,11 +93,13 @@ class World:
 
     def worker(self, channel: grpc.aio.Channel) -> TrainWorker:
         """Build the worker of a newly started trainer process."""
-        settings = LearnerSettings(self.spec.algorithm, STEPS, folder=self.user_code)
-        learner = RecordingLearner(build_model(self.spec.model, 0), settings)
+        learner_settings = LearnerSettings(self.spec.algorithm, STEPS, folder=self.user_code)
+        learner = RecordingLearner(build_model(self.spec.model, 0), learner_settings)
         learner.made, learner.is_training, learner.gate = self.made, threading.Event(), threading.Event()
         learner.gate.set()
         checkpoints = run_checkpoints(self.folder, self.spec)
+        uploads = Uploads.of(self.experiment, settings(self.folder), checkpoints.folder, self.activity)
+        checkpoints = replace(checkpoints, uploads=uploads)
         return TrainWorker(self.spec, learner, checkpoints, TrainBatchClient(channel), self.publisher, self.activity)
 
     def processor(self, channel: grpc.aio.Channel, worker: TrainWorker) -> AlgorithmProcessor:

@@ -7,7 +7,7 @@ from functools import cached_property
 from nexrl.components import WITH_PODS
 from nexrl.spec import Experiment, dump_resolved, with_folder
 from nexrl.spec.experiment import GENERATION_ANNOTATION, LEDGER_ANNOTATION
-from nexrl_operator.network_policy import network_policy
+from nexrl_operator.network_policy import network_policy, storage_policy
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
     EXPERIMENT_FOLDER,
@@ -56,6 +56,8 @@ class Renderer:
         policies = []
         if self.settings.network_policy:
             policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
+            if (storage := storage_policy(self.owner, self.experiment.spec)) is not None:
+                policies.append(storage)
         if self.settings.disruption_budgets:
             policies += [self.disruption_budget(component.name) for component in INTERCHANGEABLE]
         services = [self.service(component.name) for component in WITH_PODS]

@@ -44,6 +44,20 @@ def network_policy(owner: Owner, spec: ExperimentSpec, settings: OperatorSetting
     return owner.new_object("networking.k8s.io/v1", "NetworkPolicy", "pods", "pods") | {"spec": policy}
 
 
+def storage_policy(owner: Owner, spec: ExperimentSpec) -> Object | None:
+    """Return the policy that lets the trainer reach the object storage of the spec; None if there is none."""
+    if spec.storage.uri is None or spec.storage.uri.startswith("file:"):
+        return None
+    endpoint = urlsplit(spec.storage.endpoint or "https://")
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    policy = {
+        "podSelector": {"matchLabels": dict(owner.selector("trainer"))},
+        "policyTypes": ["Egress"],
+        "egress": [{"ports": [{"port": port, "protocol": "TCP"}]}],
+    }
+    return owner.new_object("networking.k8s.io/v1", "NetworkPolicy", "trainer", "storage") | {"spec": policy}
+
+
 def _server_ports(spec: ExperimentSpec) -> Iterator[int]:
     """Yield the port of the Redis that the spec names, if it names one."""
     if spec.redis.url is not None:

@@ -142,6 +142,7 @@ class PodTemplates:
             "imagePullPolicy": self.settings.image_pull_policy,
             "args": [component.name],
             "env": [*instance, *self._environment(component)],
+            **self._storage_credentials(component.name),
             "resources": lay_over({"requests": self._requests(shape)}, self.settings.resources.get(component.name, {})),
             "securityContext": CONTAINER_SECURITY | (_OTHER_USER if component.beside else {}),
             "volumeMounts": [_mount(name, path, source) for name, (path, source) in volumes.items()],
@@ -193,6 +194,11 @@ class PodTemplates:
                 "name": "NEXRL_REDIS_PASSWORD",
                 "valueFrom": {"secretKeyRef": {"name": f"{self.owner.name}-redis", "key": "password"}},
             }
+
+    def _storage_credentials(self, component: str) -> Object:
+        """Return the variables from the user's Secret. The trainer copies the run; no other pod gets them."""
+        secret = self.experiment.spec.storage.secret_name
+        return {"envFrom": [{"secretRef": {"name": secret}}]} if secret and component == "trainer" else {}
 
     def _wiring(self) -> Wiring:
         own_url = self.experiment.spec.redis.url

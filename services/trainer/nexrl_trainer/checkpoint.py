@@ -72,7 +72,7 @@ def save_checkpoint(
     final = checkpoint_path(folder, metadata.step)
     if final.exists():
         raise AlreadyExistsError(f"checkpoint {final} exists")
-    partial = final.with_name(final.name + _PARTIAL_SUFFIX)
+    partial = partial_path(final)
     shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
     partial.mkdir(parents=True)
     learner.model.save_pretrained(partial, max_shard_size="1TB")  # one file, so that there is one to read back
@@ -97,7 +97,7 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
     checkpoint is of another model. The learner is unchanged then. Needs memory for a second copy of the weights.
     """
     metadata = read_metadata(path)
-    _check_files(path)
+    check_files(path)
     weights = _load_weights(path)
     _check_weights(path, weights, learner.model)
     state = load_file(path / _STATE)
@@ -117,6 +117,23 @@ def read_metadata(path: Path) -> CheckpointMetadata:
     return CheckpointMetadata(**{**saved, "batch_ids": tuple(saved["batch_ids"])})
 
 
+def check_files(path: Path) -> None:
+    """Raise FailedPreconditionError if a file of the checkpoint is missing or damaged."""
+    for name, digest in _read_marker(path)["sha256"].items():
+        if not (path / name).is_file() or _sha256(path / name) != digest:
+            raise FailedPreconditionError(f"checkpoint {path}: {name} is missing or damaged")
+
+
+def partial_path(path: Path) -> Path:
+    """Return the name of a checkpoint while it is written."""
+    return path.with_name(path.name + _PARTIAL_SUFFIX)
+
+
+def was_put_aside(path: Path) -> bool:
+    """Return whether a checkpoint of this name was put aside."""
+    return any(path.parent.glob(f"{path.name}{_AHEAD_SUFFIX}*"))
+
+
 def put_aside(path: Path) -> Path:
     """Rename a checkpoint that must never be loaded again; return its new path. Only people delete it."""
     names = (f"{path.name}{_AHEAD_SUFFIX}{number or ''}" for number in count())
@@ -126,20 +143,22 @@ def put_aside(path: Path) -> Path:
     return aside
 
 
-def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
+def prune_checkpoints(folder: Path, keep: int, in_use: Path | None = None) -> list[Path]:
     """Delete checkpoints that no resume can need, and the remains of killed writers; return the deleted checkpoints.
 
     The `keep` newest stay. A checkpoint whose successor is younger than SETTLED_SECONDS stays too: a ledger that lost
-    its last writes may know no newer one. Must not be called while a checkpoint is being written to `folder`.
+    its last writes may know no newer one. So does `in_use`, which is being copied. Must not be called while one is
+    being written to `folder`.
     """
     if keep < 1:
         raise FailedPreconditionError(f"keep is {keep}; must be at least 1, or a run could not be resumed")
     settled = time.time() - SETTLED_SECONDS
     followed = list(pairwise(_complete_checkpoints(folder)))[: -(keep - 1) or None]
-    deleted = [path for path, successor in followed if (successor / CHECKPOINT_MARKER).stat().st_mtime < settled]
+    old = [path for path, successor in followed if (successor / CHECKPOINT_MARKER).stat().st_mtime < settled]
+    deleted = [path for path in old if path != in_use]
     for path in deleted:
         # Renamed first: a kill within rmtree must not leave a checkpoint that looks complete.
-        path.rename(path.with_name(path.name + _PARTIAL_SUFFIX))
+        path.rename(partial_path(path))
     for leftover in folder.glob(f"{CHECKPOINT_PREFIX}*{_PARTIAL_SUFFIX}"):
         shutil.rmtree(leftover)
     return deleted
@@ -161,12 +180,6 @@ def _read_marker(path: Path) -> dict[str, Any]:
     if content["format"] != _FORMAT:
         raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {_FORMAT}")
     return content
-
-
-def _check_files(path: Path) -> None:
-    for name, digest in _read_marker(path)["sha256"].items():
-        if not (path / name).is_file() or _sha256(path / name) != digest:
-            raise FailedPreconditionError(f"checkpoint {path}: {name} is missing or damaged")
 
 
 def _training_state(learner: Learner) -> dict[str, Tensor]:

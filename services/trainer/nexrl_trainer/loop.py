@@ -39,6 +39,7 @@ from nexrl_trainer.checkpoint import (
     save_checkpoint,
 )
 from nexrl_trainer.step import Learner
+from nexrl_trainer.uploads import END_SECONDS, Uploads
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class Checkpoints:
     folder: Path
     start_from: Path | None
     tokenizer: PreTrainedTokenizerBase
+    uploads: Uploads | None = None
+    """The copy of the run in object storage; None without `storage.uri`."""
 
 
 class TrainWorker:
@@ -84,6 +87,7 @@ class TrainWorker:
         self.has_begun = asyncio.Event()
         """Set when this trainer has registered with the ledger."""
         self._checkpoints = checkpoints
+        self._uploads = checkpoints.uploads
         self._pool = pool
         self._publisher = publisher
         self._activity = activity
@@ -126,6 +130,7 @@ class TrainWorker:
         async with self._step_in_hand:
             await self.save_checkpoint()
             self.is_done = True
+        await self._finish_uploads()
         await self._activity.post_metrics(self.learner.step, {"training_complete": 1.0})
 
     async def in_torch_thread(self, function: Callable[[], ResultT]) -> ResultT:
@@ -171,6 +176,8 @@ class TrainWorker:
             if self.learner.step == self._acked_steps:
                 await self._commit_checkpoint()
             self._trained_since_checkpoint.clear()
+        if self._uploads is not None:
+            self._uploads.add(path)
         return path
 
     async def stop(self) -> None:
@@ -190,7 +197,15 @@ class TrainWorker:
     async def _commit_checkpoint(self) -> None:
         await self._ask_ledger(self._pool.commit(self.learner.step))
         # Delete older checkpoints last: until the commit, the ledger resumes from one of them.
-        await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep)
+        in_use = self._uploads.in_use if self._uploads else None
+        await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep, in_use)
+
+    async def _finish_uploads(self) -> None:
+        """Copy the rest to object storage before the experiment succeeds, which ends this process."""
+        if self._uploads is not None:
+            with self._phase("upload"):
+                # Half, so that the wait for a storage that is away does not count as a stall.
+                await self._uploads.finish(min(END_SECONDS, self.spec.monitor.health.stall_deadline_seconds / 2))
 
     async def _resume(self) -> None:
         """Start from the newest checkpoint that is not ahead of the ledger.
@@ -199,6 +214,8 @@ class TrainWorker:
         tried. The samples of its last steps will be granted again, so no trainer may ever continue from it.
         """
         while True:
+            if self._uploads is not None:
+                await self._uploads.fetch_newest()
             path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from
             begin = read_metadata(path) if path else CheckpointMetadata(step=0)
             try:
@@ -208,6 +225,8 @@ class TrainWorker:
                 await self._put_aside(path, begin.step, refusal)
         if path is not None:
             await self.load_checkpoint(path)
+        if self._uploads is not None and self._checkpointed_step >= 0:
+            self._uploads.add(checkpoint_path(self._checkpoints.folder, self._checkpointed_step))
         self._acked_steps = self.learner.step
         state = await self._pool.state()
         self._publisher.newest_version = max(self.learner.step, state.durable_steps + state.trained + state.queued)

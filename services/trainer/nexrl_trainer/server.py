@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from nexrl_trainer.loop import Checkpoints, TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, Forward, build_processor
 from nexrl_trainer.service import TrainerServicer
 from nexrl_trainer.step import Learner, LearnerSettings, MockLearner
+from nexrl_trainer.uploads import STOP_SECONDS, Uploads
 
 _DEVICE = "trainer.device"
 
@@ -60,10 +62,15 @@ async def start(process: ServiceProcess) -> None:
     )
     process.on_close(publisher.close)
     checkpoints = run_checkpoints(process.settings.run_dir, spec)
+    uploads = Uploads.of(process.experiment, process.settings, checkpoints.folder, process.activity)
+    checkpoints = replace(checkpoints, uploads=uploads)
     train_batches = TrainBatchClient(pool, model_tag=spec.model.tag)
     worker = TrainWorker(spec, learner, checkpoints, train_batches, publisher, process.activity)
     process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")
     process.on_stop(worker.stop)
+    if uploads is not None:
+        process.on_stop(partial(uploads.finish, STOP_SECONDS))
+        process.spawn(_upload(worker, uploads))
     process.spawn(publisher.keep_replicas_current())
     process.spawn(worker.run())
     if spec.algorithm.processor != "external":
@@ -83,6 +90,11 @@ async def _process_batches(worker: TrainWorker, processor: AlgorithmProcessor) -
     # The ledger would count a batch leased before it knows this trainer as the previous trainer's, and requeue it.
     await worker.has_begun.wait()
     await processor.run()
+
+
+async def _upload(worker: TrainWorker, uploads: Uploads) -> None:
+    await worker.has_begun.wait()  # until then it waits for the storage itself
+    await uploads.run()
 
 
 def _algorithm_processor(process: ServiceProcess, worker: TrainWorker, client: BatchClient) -> AlgorithmProcessor:

@@ -29,10 +29,12 @@ from nexrl.local.report import Ending, write_report
 from nexrl.local.restart_budget import RestartBudget
 from nexrl.local.run_folder import RunFolder, checkpoints_of, endpoint
 from nexrl.local.view import RunView, phase_name
+from nexrl.mirror import Mirror
 from nexrl.rpc.client import call, connect, is_passing, new_request_id, watch
 from nexrl.run_layout import CHECKPOINT_PREFIX, ENDPOINTS_FILE
 from nexrl.spec import Experiment, load_experiment
 from nexrl.spec.trainer import ResumeFromPath, ResumeSpec
+from nexrl.storage import RunStorage
 from nexrl.store import connect_redis, key_prefix
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
@@ -50,6 +52,8 @@ FIRST_CONTACT_SECONDS = 60.0
 POOL_SECONDS = 1.0
 ROTATE_SECONDS = 1.0
 REDIS_SECONDS = 20.0
+STORAGE_SECONDS = 60.0
+"""Longest time for the last copy to object storage."""
 CORE = ("controller", "redis")
 """The launcher itself decides about their restarts: the controller cannot judge itself, nor the Redis that it needs."""
 COMPONENT_WAVES = tuple(tuple(wave) for wave in stop_waves() if wave != ["controller"])
@@ -90,6 +94,8 @@ def resume_command(path: Path, overrides: Sequence[str], options: RunOptions, re
 async def _run(experiment: Experiment, options: RunOptions, to_resume: str) -> int:
     require_free(options.port)
     _refuse_checkpoints_of_others(experiment)
+    if (storage := RunStorage.of(experiment)) is not None:
+        await asyncio.to_thread(storage.refuse_another_run, experiment)
     given_redis = experiment.spec.redis.url
     # Own the name first: a run that cannot start must not move the folder and the ledger of an earlier run aside.
     async with owned(given_redis, experiment.metadata.name) if given_redis else contextlib.nullcontext():
@@ -113,6 +119,7 @@ async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions
     ending = _ending(ended)
     write_report(folder, experiment, launcher.children, time.monotonic() - began, ending)
     (folder.path / ENDPOINTS_FILE).unlink()  # a launcher that is killed leaves the file, which tells the two apart
+    await _copy_to_storage(folder, experiment)
     steps = checkpoints_of(folder.path, experiment)
     resume = f"resume from step {max(steps)} with: {to_resume}" if steps else ""
     if ended is None:
@@ -128,6 +135,19 @@ def _ending(ended: pb.Experiment | None) -> Ending:
         return Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", INTERRUPTED_EXIT)
     exit_code = TrainingFailedError.exit_code if ended.phase == pb.PHASE_FAILED else 0
     return Ending(phase_name(ended), ended.reason, ended.message, exit_code)
+
+
+async def _copy_to_storage(folder: RunFolder, experiment: Experiment) -> None:
+    """Copy to object storage what was written after the trainer has ended: the report, and the ends of all logs."""
+    if (storage := RunStorage.of(experiment)) is None:
+        return
+    mirror = Mirror(storage, folder.path, folder.experiment_file)
+    try:
+        await asyncio.wait_for(asyncio.to_thread(mirror.copy_changes), STORAGE_SECONDS)
+        sys.stdout.write(f"copy of the results: {storage.address}\n")
+    except (NexrlError, TimeoutError) as error:
+        told = str(error) or f"{storage.address}: no answer within {STORAGE_SECONDS:g} s"
+        sys.stdout.write(f"warning: the report and the newest logs are only in {folder.path}: {told}\n")
 
 
 def _refuse_checkpoints_of_others(experiment: Experiment) -> None:

@@ -47,8 +47,25 @@ class ControllerSpec(Section):
 
 
 class StorageSpec(Section):
-    """The volume with the run's folder: checkpoints, trajectories, metrics.jsonl, logs. Unused on one machine."""
+    """The run's folder (checkpoints, trajectories, metrics.jsonl, logs): its copy in object storage, and its volume.
 
+    One machine uses no volume.
+    """
+
+    uri: Annotated[str, Field(pattern=r"^(s3|gs|az|file)://[^\s:@?#]+$", max_length=1024)] | None = Field(
+        default=None,
+        description="Folder in object storage to which the trainer copies the run's folder, below its own name, as "
+        "`s3://bucket/prefix`. Without credentials: those are in the environment. None = no copy. See "
+        "docs/how-to/object-storage.md.",
+    )
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+$", max_length=1024)] | None = Field(
+        default=None, description="S3-compatible server of `uri`, as `https://HOST:PORT`; none = that of the provider."
+    )
+    secret_name: Name | None = Field(
+        default=None,
+        description="Kubernetes: Secret with the credentials of `uri`, as variables of the trainer's environment: "
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION. None = those of the node or of the ServiceAccount.",
+    )
     size: Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$", max_length=16)] = Field(
         default="10Gi", description="Size of the volume."
     )

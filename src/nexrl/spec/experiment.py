@@ -117,7 +117,7 @@ class ExperimentSpec(Section):
         default_factory=ControllerSpec, description="The controller's pod."
     )
     storage: Annotated[StorageSpec, NEVER] = Field(
-        default_factory=StorageSpec, description="The volume of the run's folder."
+        default_factory=StorageSpec, description="The volume of the run's folder, and its copy in object storage."
     )
 
     @property

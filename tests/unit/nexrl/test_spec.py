@@ -178,6 +178,8 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         ({"algorithm": {"betas": [0.9, 1]}}, "spec.algorithm.betas[1]", ["1 is not allowed"]),
         ({"algorithm": {"learningRate": float("nan")}}, "spec.algorithm.learningRate", ["a number"]),
         ({"monitor": {"health": {"timeoutSeconds": 5}}}, "spec.monitor.health.timeoutSeconds", ["above"]),
+        ({"storage": {"uri": "s3://key:secret@bucket"}}, "spec.storage.uri", ["s3"]),
+        ({"storage": {"endpoint": "localhost:9000"}}, "spec.storage.endpoint", ["https?"]),
         ({"redis": {"url": "localhost:6379"}}, "spec.redis.url", ["redis"]),
         ({"redis": {"url": "redis://host:99999"}}, "spec.redis.url", ["1 to 65535"]),
         ({"redis": {"url": "redis://host:0"}}, "spec.redis.url", ["port is 0", "1 to 65535"]),

@@ -188,6 +188,26 @@ def test_a_log_is_kept_on_the_volume_where_a_pod_mounts_it_and_only_trainer_and_
         assert mount.get("subPath") == (None if is_whole else "logs")
 
 
+def test_only_the_trainer_gets_the_credentials_of_object_storage_and_may_reach_it() -> None:
+    storage = {"uri": "s3://bucket/lab", "endpoint": "https://s3.lab:9000", "secretName": "s3"}
+    made = renderer(storage=storage)
+    found = {name: container(item).get("envFrom") for name, item in made.workloads(1).items()}
+    assert found.pop("trainer") == [{"secretRef": {"name": "s3"}}]
+    assert set(found.values()) == {None}
+    (policy,) = (item for item in made.foundation() if item["metadata"]["name"] == "x-storage")
+    assert policy["spec"]["egress"] == [{"ports": [{"port": 9000, "protocol": "TCP"}]}]
+    selected = policy["spec"]["podSelector"]["matchLabels"].items()
+    pods = {name: item["spec"]["template"]["metadata"]["labels"] for name, item in made.workloads(1).items()}
+    assert {name for name, labels in pods.items() if selected <= labels.items()} == {"trainer"}
+    for item in objects(made):
+        kubernetes_validate.validate(item, "1.36", strict=True)
+
+
+def test_a_shared_folder_as_object_storage_needs_no_network() -> None:
+    names = {item["metadata"]["name"] for item in renderer(storage={"uri": "file:///shared/results"}).foundation()}
+    assert "x-storage" not in names
+
+
 @pytest.mark.guide("A4", "S2")
 def test_a_template_adds_gpus_and_keeps_what_finds_the_pods() -> None:
     template = {

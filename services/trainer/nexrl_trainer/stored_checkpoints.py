@@ -1,0 +1,97 @@
+"""Checkpoints in object storage. The marker is written last and deleted first, so a torn copy has none.
+
+checkpoints/global_step_<n>/      as in the run's folder (nexrl_trainer.checkpoint)
+"""
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from nexrl.errors import FailedPreconditionError, NotFoundError
+from nexrl.fsync import fsync_path
+from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, CHECKPOINTS_FOLDER, checkpoint_path
+from nexrl.storage import RunStorage
+from nexrl_trainer.checkpoint import check_files, find_latest_checkpoint, partial_path, was_put_aside
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(rf"{CHECKPOINTS_FOLDER}/{CHECKPOINT_PREFIX}(\d+)/[^/]+")
+
+
+class StoredCheckpoints:
+    """The checkpoints of one run in object storage; methods raise what RunStorage raises."""
+
+    def __init__(self, storage: RunStorage, keep: int) -> None:
+        """`keep` newest checkpoints stay, as in the run's folder."""
+        self._storage, self._keep = storage, keep
+
+    def put(self, path: Path) -> None:
+        """Copy a checkpoint, then delete older ones. Raises FileNotFoundError if it is deleted meanwhile."""
+        step, marker = _step(path), (path / CHECKPOINT_MARKER).read_bytes()
+        if self._storage.read(_marker(step)) != marker:
+            self._storage.delete([_marker(step)])  # of the same step, made before Redis lost its last writes
+            for name in json.loads(marker)["sha256"]:
+                self._storage.put(f"{_folder(step)}/{name}", path / name)
+            self._storage.put(_marker(step), path / CHECKPOINT_MARKER)
+        self._prune(step)
+
+    def fetch_newest(self, folder: Path) -> Path | None:
+        """Copy the newest complete checkpoint to `folder` if it has more steps than those there; return its path.
+
+        A damaged one is left out, and so are those that were put aside because they are ahead of the ledger.
+        """
+        latest = find_latest_checkpoint(folder)
+        newest_here = _step(latest) if latest else -1
+        for step, names in sorted(self._by_step().items(), reverse=True):
+            path = checkpoint_path(folder, step)
+            if step > newest_here and _marker(step) in names and not was_put_aside(path):
+                try:
+                    return self._fetch(path, names)
+                except (FailedPreconditionError, NotFoundError) as error:
+                    log.warning("not used: %s", error)
+        return None
+
+    def _fetch(self, path: Path, names: list[str]) -> Path:
+        """Copy a checkpoint, as it is written: nothing has its name until all of it is on disk and verified."""
+        partial = partial_path(path)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name in names:
+            self._storage.get(name, partial / name.rpartition("/")[2])
+        check_files(partial)
+        for file in partial.iterdir():
+            fsync_path(file)
+        fsync_path(partial)
+        partial.rename(path)
+        fsync_path(path.parent)
+        return path
+
+    def _prune(self, newest: int) -> None:
+        """Keep the newest complete ones. A checkpoint after `newest` is of steps that Redis has lost."""
+        found = self._by_step()
+        complete = [step for step in sorted(found) if step <= newest and _marker(step) in found[step]]
+        for step in found.keys() - set(complete[-self._keep :]):
+            self._storage.delete([_marker(step)])
+            self._storage.delete([name for name in found[step] if name != _marker(step)])
+
+    def _by_step(self) -> dict[int, list[str]]:
+        """Return the names of all files of checkpoints, complete or not, by step."""
+        found: dict[int, list[str]] = {}
+        for name in self._storage.names(CHECKPOINTS_FOLDER):
+            if match := _NAME.fullmatch(name):
+                found.setdefault(int(match[1]), []).append(name)
+        return found
+
+
+def _folder(step: int) -> str:
+    return f"{CHECKPOINTS_FOLDER}/{CHECKPOINT_PREFIX}{step}"
+
+
+def _marker(step: int) -> str:
+    return f"{_folder(step)}/{CHECKPOINT_MARKER}"
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix(CHECKPOINT_PREFIX))

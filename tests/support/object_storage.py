@@ -1,0 +1,77 @@
+"""Runs a real S3 server for tests: rclone, which serves a folder. Each folder in it is a bucket."""
+
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from nexrl.local.components import free_ports
+
+START_SECONDS = 20.0
+BUCKET = "results"
+KEY, SECRET = "the-key-of-the-test", "the-secret-of-the-test"
+CREDENTIALS: Mapping[str, str] = {
+    "AWS_ACCESS_KEY_ID": KEY,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_REGION": "us-east-1",
+}
+
+
+class S3Server:
+    """A server that can be stopped and started again on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bucket = folder / BUCKET
+        """The folder with the content of the bucket."""
+        self.bucket.mkdir(parents=True)
+        (port,) = free_ports(1)
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        rclone = Path(sys.executable).with_name("rclone")
+        keys, address = f"{KEY},{SECRET}", self.endpoint.removeprefix("http://")
+        command = [rclone, "serve", "s3", "--auth-key", keys, "--addr", address, self.bucket.parent]
+        self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            assert self._server.poll() is None, "rclone ended"
+            assert time.monotonic() < deadline, f"rclone did not answer within {START_SECONDS} s"
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Stop the server; its files stay."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+
+    def names(self, prefix: str = "") -> set[str]:
+        """Return the names of all files below `prefix`, without `prefix`."""
+        root = self.bucket / prefix
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.endpoint, timeout=5)
+        except urllib.error.HTTPError:
+            return True  # it refuses a request without a signature
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def running_s3(folder: Path) -> Iterator[S3Server]:
+    """Run a server until the block ends."""
+    server = S3Server(folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
