@@ -124,8 +124,8 @@ def test_a_wrong_packing_is_found(model_type: str, fault: Callable[[MicroBatch],
     batch = probe_batch(32, 32, VOCABULARY_SIZE)
     (packed,), (plain,) = split_batch(batch, 32), split_batch(batch, 100, shared_row_tokens=0)
     with torch.inference_mode():
-        assert packing_error(forward_pass.micro_logprobs, packed, plain).is_rounding
-        assert not packing_error(forward_pass.micro_logprobs, fault(packed), plain).is_rounding
+        assert packing_error(forward_pass.distributions, packed, plain).is_rounding
+        assert not packing_error(forward_pass.distributions, fault(packed), plain).is_rounding
 
 
 def test_a_model_whose_attention_has_no_effect_yet_shares_no_prompt() -> None:
