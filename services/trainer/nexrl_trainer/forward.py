@@ -34,8 +34,8 @@ class ForwardSettings:
     """What a forward pass needs to know besides the model.
 
     `temperature`, `top_p` and `top_k` must be those that the tokens were sampled with (see nexrl.truncation).
-    `max_tokens_per_micro_batch` bounds memory; the result does not depend on it. `max_sequence_tokens`: longest
-    sequence that a batch may have, 0 if unknown.
+    `max_tokens_per_micro_batch` bounds memory, and the length of a sequence; the result does not depend on it.
+    `max_sequence_tokens`: longest sequence that a batch may have, 0 if unknown.
     """
 
     temperature: float = 1.0
@@ -96,13 +96,15 @@ class ForwardPass:
         """Return this rank's share of `batch`. All ranks get the same number of micro-batches, some of them empty.
 
         Raises FailedPreconditionError if the result would depend on the split, InvalidArgumentError for a token that
-        the model does not have.
+        the model does not have, and for a sequence that is longer than a micro-batch or than the model's context.
         """
         vocabulary_size = self.model.config.get_text_config().vocab_size
         for token_id in (batch.token_ids_N.min(initial=0), batch.token_ids_N.max(initial=0)):
             if not 0 <= token_id < vocabulary_size:
                 raise InvalidArgumentError(f"token_ids: {token_id}; must be from 0 to {vocabulary_size - 1}")
-        self._check_sequence_length("train batch", int(max(batch.lengths_B, default=0)))
+        longest = int(max(batch.lengths_B, default=0))
+        self._check_sequence_length("train batch", longest)
+        self._check_fits(longest)
         limit, ranks = self.settings.max_tokens_per_micro_batch, self.ranks
         return split_batch(batch, limit, self._shared_row_tokens, rank=ranks.rank, ranks=ranks.size)
 
@@ -177,6 +179,20 @@ class ForwardPass:
         # Eager attention adds the mask to the scores, where a boolean one would hide nothing.
         hidden = torch.finfo(self.model.dtype).min
         return torch.zeros_like(is_seen_BTT, dtype=self.model.dtype).masked_fill(~is_seen_BTT, hidden)[:, None]
+
+    def _check_fits(self, longest: int) -> None:
+        limit, model = self.settings.max_tokens_per_micro_batch, self.model.config
+        if longest > limit:
+            raise InvalidArgumentError(
+                f"train batch: a sequence has {longest} tokens, and trainer.maxTokensPerMicroBatch is {limit}; raise "
+                f"it to {longest} or more if memory allows, or train shorter sequences"
+            )
+        positions = _max_positions(model.get_text_config())
+        if positions and longest > positions:
+            raise InvalidArgumentError(
+                f"train batch: a sequence has {longest} tokens, and the context of {model.model_type} is {positions} "
+                "tokens; train shorter sequences"
+            )
 
     def _check_sequence_length(self, source: str, tokens: int) -> None:
         for kind, limit in _length_dependent_rope(self.model.config.get_text_config().to_dict()):

@@ -22,6 +22,7 @@ from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation
 from nexrl.train_batch import TrainBatch
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
+from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import Objective, ObjectiveTerms, log_ratio
 from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
@@ -41,6 +42,7 @@ class LearnerSettings:
     total_steps: int
     forward: ForwardSettings = field(default_factory=ForwardSettings)
     folder: Path = Path()
+    layers: LayerSettings = field(default_factory=LayerSettings)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Learner:
         self.settings = settings
         self.step = 0
         self.forward_pass = ForwardPass(model, settings.forward, ranks=ranks)
+        set_up_layers(model, settings.layers)
         ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         self._objective = Objective(settings.algorithm, settings.folder)

@@ -105,6 +105,21 @@ def test_a_rope_that_depends_on_the_longest_row_is_refused_where_it_does(build: 
         forward_pass.logprobs(TrainBatch.pack([sequence(33)]))
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "refusal"),
+    [
+        (48, r"has 50 tokens, and trainer\.maxTokensPerMicroBatch is 48; raise it to 50 or more"),
+        (128, "has 50 tokens, and the context of llama is 40 tokens"),
+    ],
+)
+def test_a_batch_that_cannot_fit_is_refused_before_any_gradient(max_tokens: int, refusal: str) -> None:
+    model = replace(LLAMA, settings={"max_position_embeddings": 40}).build()
+    forward_pass = ForwardPass(model, ForwardSettings(max_tokens_per_micro_batch=max_tokens))
+    with pytest.raises(InvalidArgumentError, match=refusal):
+        forward_pass.micro_batches(TrainBatch.pack([sequence(12), sequence(50)]))
+    assert forward_pass.micro_batches(TrainBatch.pack([sequence(12), sequence(40)]))
+
+
 def all_see_each_other(micro: MicroBatch) -> MicroBatch:
     return replace(micro, segments_BT=np.minimum(micro.segments_BT, 1))
 

@@ -46,8 +46,18 @@ def test_samples_of_one_task_share_their_context() -> None:
     assert micro.positions_P.tolist() == [1, 2, 3, 1, 4, 1]
 
 
+def test_samples_of_the_same_inputs_are_fed_once() -> None:
+    (micro,) = split_batch(group([5, 6], [7, 8, 1], [9, 1], [7, 8, 4]), max_tokens=100)
+    assert micro.input_ids_BT.tolist() == [[5, 6, 7, 8, 9]]
+    assert micro.segments_BT.tolist() == [[0, 0, 1, 1, 2]]
+    assert micro.positions_P.tolist() == [1, 2, 3, 1, 4, 1, 2, 3]
+    (same,) = split_batch(group([5, 6], *[[7, 8, 1]] * 4), max_tokens=100)
+    assert same.input_ids_BT.tolist() == [[5, 6, 7, 8]]
+    assert not same.is_shared
+
+
 def test_a_shared_row_ends_at_its_limit_and_nothing_is_shared_at_limit_zero() -> None:
-    batch = group([5, 6], *[[7, 8, 1]] * 5)
+    batch = group([5, 6], *[[7, own, 1] for own in range(5)])
     assert [micro.input_ids_BT.shape for micro in split_batch(batch, 100, shared_row_tokens=6)] == [(3, 6)]
     (alone,) = split_batch(batch, 100, shared_row_tokens=0)
     assert alone.input_ids_BT.shape == (5, 4)
@@ -117,7 +127,7 @@ def test_each_token_is_predicted_on_one_rank_and_all_ranks_do_the_same_number_of
 
 
 def test_samples_of_one_task_are_work_for_all_ranks() -> None:
-    batch = group([5, 6], *[[7, 8, 9, 1]] * 4)
+    batch = group([5, 6], *[[7, 8, own, 1] for own in range(4)])
     by_rank = [split_batch(batch, 100, rank=rank, ranks=2) for rank in range(2)]
     assert [[micro.input_ids_BT.shape for micro in micros] for micros in by_rank] == [[(2, 5)], [(2, 5)]]
 
