@@ -31,7 +31,7 @@ from tests.support.memory import peak_allocated_bytes
 VOCABULARY, HIDDEN, TOKENS, ROUNDS = 49_152, 576, 8192, 3
 BATCHES: dict[str, list[tuple[int, int]]] = {
     "8 x 256 tokens, half of them prompt": [(128, 128)] * 8,
-    "16 sequences of 32 to 512 tokens": [(32, own) for own in np.linspace(1, 480, 16).astype(int).tolist()],
+    "16 sequences of 33 to 256 tokens": [(32, own) for own in np.linspace(1, 224, 16).astype(int).tolist()],
     "4 prompts of 128 tokens, 8 completions of 16 each": [(128, 16)] * 32,
 }
 """Prompt and completion tokens of each sequence."""

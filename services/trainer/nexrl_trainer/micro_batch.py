@@ -16,6 +16,10 @@ from nexrl.train_batch import TrainBatch
 SHARED_ROW_TOKENS = 512
 """Longest shared row. Attention costs the square of its length, and a long continuation saves little by sharing."""
 
+MIN_PASS_TOKENS, MAX_PADDING = 1024, 1 / 8
+"""A micro-batch of so many tokens ends before a row that would make more than this share of it padding. Smaller ones
+would use the hardware worse than padding does."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -135,12 +139,15 @@ def _rows(batch: TrainBatch, shared_row_tokens: int) -> list[_Row]:
 
 
 def _cut(rows: Sequence[_Row], max_tokens: int) -> Iterator[Sequence[_Row]]:
-    first = 0
+    first = fed = 0
     for end, row in enumerate(rows):
         # Ascending lengths: this row is as long as the padded micro-batch would be with it.
-        if end > first and (end - first + 1) * row.length > max_tokens:
+        padded = (end - first + 1) * row.length
+        is_wasteful = fed >= MIN_PASS_TOKENS and padded - fed - row.length > MAX_PADDING * padded
+        if end > first and (padded > max_tokens or is_wasteful):
             yield rows[first:end]
-            first = end
+            first, fed = end, 0
+        fed += row.length
     if first < len(rows):
         yield rows[first:]
 

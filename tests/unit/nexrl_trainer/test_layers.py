@@ -59,7 +59,7 @@ def training(learner: Learner) -> Callable[[], object]:
 
 @needs_compiler
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's compiler about itself
+@pytest.mark.filterwarnings("ignore")  # of PyTorch about itself, while it compiles
 @pytest.mark.parametrize("model_type", ONE_OF_EACH_KIND)
 @compiler.patch(compile_threads=1)  # in this process: none stays behind
 def test_compiled_layers_compute_the_gradient(model_type: str) -> None:
@@ -69,7 +69,7 @@ def test_compiled_layers_compute_the_gradient(model_type: str) -> None:
     torch.testing.assert_close(gradient(family, LayerSettings(compile=True)), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")
 @compiler.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True, "compile_threads": 1})
 def test_compilation_without_a_compiler_is_refused_at_start() -> None:
     torch.compiler.reset()  # or a function that an earlier test has compiled would be used

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nexrl.train_batch import TrainBatch, TrainSequence
-from nexrl_trainer.micro_batch import MicroBatch, share_out, split_batch
+from nexrl_trainer.micro_batch import MIN_PASS_TOKENS, MicroBatch, share_out, split_batch
 
 # Two sequences: prompt 5 6, completion 7 8; prompt 9, completion 10. The first ends with a token that is not trained.
 BATCH = TrainBatch.pack(
@@ -66,6 +66,16 @@ def test_a_shared_row_ends_at_its_limit_and_nothing_is_shared_at_limit_zero() ->
 
 def test_a_sequence_longer_than_the_limit_has_a_micro_batch_of_its_own() -> None:
     assert [micro.input_ids_BT.shape for micro in split_batch(BATCH, max_tokens=1)] == [(1, 1), (1, 3)]
+
+
+def test_rows_of_different_lengths_have_little_padding_once_passes_are_large_enough() -> None:
+    lengths = range(64, 4096, 64)
+    batch = TrainBatch.pack(
+        TrainSequence([5, *[length] * length], [False] + [True] * length, [0] * (length + 1), 1.0) for length in lengths
+    )
+    micros = split_batch(batch, max_tokens=100_000)
+    assert sum(micro.input_ids_BT.size for micro in micros) < 1.15 * sum(lengths)
+    assert min(micro.input_ids_BT.size for micro in micros) >= MIN_PASS_TOKENS
 
 
 def test_an_empty_batch_has_no_micro_batches() -> None:
