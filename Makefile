@@ -220,7 +220,7 @@ quickstart: $(RUN_INSTALLED) ## Train the "sort digits" example; SEED=1 for anot
 	  $(if $(SEED),model.seed=$(SEED) data.seed=$(SEED) inference.seed=$(SEED))
 
 .PHONY: bench
-bench: bench-engine bench-weights bench-loop bench-async bench-ledger ## Run all benchmarks
+bench: bench-engine bench-trainer bench-weights bench-loop bench-async bench-ledger ## Run all benchmarks
 
 .PHONY: bench-engine
 bench-engine: $(INSTALLED) ## Measure samples per CPU second of the built-in engine against Hugging Face's generate
@@ -233,6 +233,10 @@ bench-weights: $(INSTALLED) bench-vllm ## Measure seconds of a weight sync, to v
 .PHONY: bench-loop
 bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Measure samples per second of the whole loop against TRL's GRPOTrainer
 	$(BIN)/python benchmarks/loop_vs_trl.py
+
+.PHONY: bench-trainer
+bench-trainer: $(INSTALLED) ## Measure a training step: memory of the logits, tokens per CPU second against a padded Hugging Face loop
+	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py
 
 .PHONY: bench-async
 bench-async: $(INSTALLED) ## Measure samples per second in fully-async against sync, with rollouts of long-tailed length

@@ -1,6 +1,7 @@
 """Trainer ranks, real processes over Gloo: what is learned does not depend on their number."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -87,6 +88,12 @@ def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(ranks: RankPro
     constant = {"constant_tokens": 8} if AGGREGATIONS[loss] == "constant" else {}
     case = RankCase(STEPS, {"loss": loss, **algorithm, **constant})
     (by_rank,) = ranks.train(size, [case])
+    assert_as_on_one_rank(train(case), by_rank)
+
+
+def test_chunks_of_logits_change_nothing_on_several_ranks(ranks: RankProcesses) -> None:
+    case = RankCase(STEPS, {"loss": "cispo", "entropy_coefficient": 0.05, "kl_coefficient": 0.1})
+    (by_rank,) = ranks.train(2, [replace(case, chunk_rows=2)])
     assert_as_on_one_rank(train(case), by_rank)
 
 

@@ -23,6 +23,7 @@ from nexrl.spec.model import ScratchModel, ScratchModelSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import decode_train_batch, encode_train_batch
 from nexrl.v1 import trainer_service_pb2 as pb
+from nexrl_trainer import token_scores
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.ranks import ONE_RANK, Ranks, join_ranks
 from nexrl_trainer.step import Learner, LearnerSettings
@@ -31,6 +32,8 @@ PATIENCE_SECONDS = 60.0
 _SCRATCH = ScratchModelSpec(
     alphabet="0123456789=", hidden_size=16, intermediate_size=36, layers=2, heads=2, max_positions=64
 )
+
+_VOCABULARY_SIZE = 15
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class RankCase:
     folder: Path = Path()
     data_type: Literal["float32", "bfloat16"] = "float32"
     max_tokens: int = 40
+    chunk_rows: int = 0
+    """Tokens whose logits are in memory together; 0 = the trainer's own limit."""
 
     def learner(self, ranks: Ranks) -> Learner:
         """Return the learner of one rank."""
@@ -88,6 +93,8 @@ def main(rank: int, connection: Connection) -> None:
 def train(case: RankCase, ranks: Ranks = ONE_RANK) -> Trained:
     """Train the case on this rank. Its other ranks do the same."""
     learner, trained = case.learner(ranks), Trained()
+    if case.chunk_rows:
+        token_scores.BLOCK_BYTES = token_scores.CHUNK_BYTES = 4 * _VOCABULARY_SIZE * case.chunk_rows
     own = case.batches() if ranks.rank == 0 else [None] * len(case.sequences)
     for batch in (_shared(batch, ranks) for batch in own):
         trained.passes.append(len(learner.forward_pass.micro_batches(batch)))

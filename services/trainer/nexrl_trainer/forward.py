@@ -4,7 +4,7 @@ Suffixes: _N tokens of a batch, _P predicted tokens of a micro-batch, _V vocabul
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 from nexrl.train_batch import TrainBatch
 from nexrl.truncation import truncated_logits
-from nexrl_trainer.head import check_head, head_logits
+from nexrl_trainer.head import Head, ResultT, check_head, run_to_head
 from nexrl_trainer.micro_batch import SHARED_ROW_TOKENS, MicroBatch, split_batch
 from nexrl_trainer.packing import MIN_PROBE_COLUMNS, PackingError, in_float32, packing_error, probe_batch
 from nexrl_trainer.ranks import ONE_RANK, Ranks
+from nexrl_trainer.token_scores import TokenScores, token_scores
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ class ForwardSettings:
     """What a forward pass needs to know besides the model.
 
     `temperature`, `top_p` and `top_k` must be those that the tokens were sampled with (see nexrl.truncation).
-    `max_tokens_per_micro_batch` bounds memory; the result does not depend on it. `max_sequence_tokens`: longest
-    sequence that a batch may have, 0 if unknown.
+    `max_tokens_per_micro_batch` bounds memory, and the length of a sequence; the result does not depend on it.
+    `max_sequence_tokens`: longest sequence that a batch may have, 0 if unknown.
     """
 
     temperature: float = 1.0
@@ -87,7 +88,7 @@ class ForwardPass:
         with torch.no_grad():
             for micro in self.micro_batches(batch):
                 token_ids_P = self.tensor(batch.token_ids_N[micro.tokens_P])
-                logprobs_N[micro.tokens_P] = chosen_logprobs(self.micro_logprobs(micro, token_ids_P), token_ids_P).cpu()
+                logprobs_N[micro.tokens_P] = self.scores(micro, token_ids_P).logprobs_P.cpu()
         of_all_ranks_N: NDArray[np.float32] = self.ranks.sum(self.tensor(logprobs_N)).cpu().numpy()
         return of_all_ranks_N
 
@@ -95,35 +96,47 @@ class ForwardPass:
         """Return this rank's share of `batch`. All ranks get the same number of micro-batches, some of them empty.
 
         Raises FailedPreconditionError if the result would depend on the split, InvalidArgumentError for a token that
-        the model does not have.
+        the model does not have, and for a sequence that is longer than a micro-batch or than the model's context.
         """
         vocabulary_size = self.model.config.get_text_config().vocab_size
         for token_id in (batch.token_ids_N.min(initial=0), batch.token_ids_N.max(initial=0)):
             if not 0 <= token_id < vocabulary_size:
                 raise InvalidArgumentError(f"token_ids: {token_id}; must be from 0 to {vocabulary_size - 1}")
-        self._check_sequence_length("train batch", int(max(batch.lengths_B, default=0)))
+        longest = int(max(batch.lengths_B, default=0))
+        self._check_sequence_length("train batch", longest)
+        self._check_fits(longest)
         limit, ranks = self.settings.max_tokens_per_micro_batch, self.ranks
         return split_batch(batch, limit, self._shared_row_tokens, rank=ranks.rank, ranks=ranks.size)
 
-    def micro_logprobs(self, micro: MicroBatch, token_ids_P: Tensor | None = None) -> Tensor:
+    def scores(self, micro: MicroBatch, token_ids_P: Tensor) -> TokenScores:
+        """Return log-probability and entropy of the trained tokens, under the truncated distribution."""
+        return self._run(micro, lambda head: token_scores(head, token_ids_P, self._distribution))
+
+    def distributions(self, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [P, V], float32, at the positions that predict a trained token.
 
-        With `token_ids_P`, the tokens that were drawn, they are those of the truncated distribution.
+        They are those before truncation. Holds the logits of all tokens: for checks.
         """
+        return self._run(micro, lambda head: (head.logits() / self.settings.temperature).log_softmax(-1))
+
+    def tensor(self, array: NDArray[Any]) -> Tensor:
+        """Copy `array` to the model's device."""
+        return torch.from_numpy(array).to(self.model.device)
+
+    def _run(self, micro: MicroBatch, finish: Callable[[Head], ResultT]) -> ResultT:
         inputs = {"input_ids": self.tensor(micro.input_ids_BT)}
         if micro.is_shared:
             inputs["position_ids"] = self.tensor(micro.position_ids_BT)
             inputs["attention_mask"] = self._attention_mask(micro)
         # Pass no positions: transformers would take padding for packed sequences and build a dense mask.
-        logits_PV = head_logits(self.model, self.tensor(micro.positions_P), **inputs)
-        logits_PV, settings = logits_PV / self.settings.temperature, self.settings
-        if token_ids_P is not None:
-            logits_PV = truncated_logits(logits_PV, token_ids_P, top_p=settings.top_p, top_k=settings.top_k)
-        return functional.log_softmax(logits_PV, dim=-1)
+        return run_to_head(self.model, self.tensor(micro.positions_P), finish, **inputs)
 
-    def tensor(self, array: NDArray[Any]) -> Tensor:
-        """Copy `array` to the model's device."""
-        return torch.from_numpy(array).to(self.model.device)
+    def _distribution(self, logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+        settings = self.settings
+        if settings.temperature != 1:
+            logits_RV = logits_RV / settings.temperature
+        logits_RV = truncated_logits(logits_RV, token_ids_R, top_p=settings.top_p, top_k=settings.top_k)
+        return functional.log_softmax(logits_RV, dim=-1)
 
     def _check_model(self, row_tokens: int) -> bool:
         """Check the head of the model. Returns whether sequences can share a row."""
@@ -139,7 +152,7 @@ class ForwardPass:
         (plain,) = split_batch(probe, len(probe.lengths_B) * row_tokens, shared_row_tokens=0)
         try:
             with in_float32(self.model), torch.inference_mode():
-                error = packing_error(self.micro_logprobs, packed, plain)
+                error = packing_error(self.distributions, packed, plain)
         except torch.OutOfMemoryError:
             raise
         except Exception as refusal:  # a model that takes no mask of its caller's may raise anything
@@ -167,6 +180,20 @@ class ForwardPass:
         hidden = torch.finfo(self.model.dtype).min
         return torch.zeros_like(is_seen_BTT, dtype=self.model.dtype).masked_fill(~is_seen_BTT, hidden)[:, None]
 
+    def _check_fits(self, longest: int) -> None:
+        limit, model = self.settings.max_tokens_per_micro_batch, self.model.config
+        if longest > limit:
+            raise InvalidArgumentError(
+                f"train batch: a sequence has {longest} tokens, and trainer.maxTokensPerMicroBatch is {limit}; raise "
+                f"it to {longest} or more if memory allows, or train shorter sequences"
+            )
+        positions = _max_positions(model.get_text_config())
+        if positions and longest > positions:
+            raise InvalidArgumentError(
+                f"train batch: a sequence has {longest} tokens, and the context of {model.model_type} is {positions} "
+                "tokens; train shorter sequences"
+            )
+
     def _check_sequence_length(self, source: str, tokens: int) -> None:
         for kind, limit in _length_dependent_rope(self.model.config.get_text_config().to_dict()):
             if tokens > limit:
@@ -175,11 +202,6 @@ class ForwardPass:
                     f"above {limit} tokens its RoPE ({kind}) depends on the longest sequence of the micro-batch. Set "
                     f"inference.maxTokensPerRow to {limit} or less"
                 )
-
-
-def chosen_logprobs(logprobs_PV: Tensor, token_ids_P: Tensor) -> Tensor:
-    """Return the entry of each row that belongs to its token. Shape [P]."""
-    return logprobs_PV.gather(-1, token_ids_P.unsqueeze(-1)).squeeze(-1)
 
 
 def _max_positions(config: PreTrainedConfig) -> int | None:

@@ -51,12 +51,11 @@ class Objective:
         self.algorithm = algorithm
         self._policy_loss = policy_loss(algorithm, folder)
 
-    def __call__(self, inputs: LossInputs, logprobs_TV: Tensor, reference_logprobs_T: Tensor | None) -> ObjectiveTerms:
+    def __call__(self, inputs: LossInputs, entropy_T: Tensor, reference_logprobs_T: Tensor | None) -> ObjectiveTerms:
         """Return the terms of these tokens. Without reference log-probabilities there is no KL term."""
-        outputs = self._policy_loss(inputs)
-        with torch.set_grad_enabled(self.algorithm.entropy_coefficient != 0):
-            entropy_T = token_entropy(logprobs_TV)
-        objective = outputs.loss - self.algorithm.entropy_coefficient * (inputs.weights_T * entropy_T).sum()
+        objective = (outputs := self._policy_loss(inputs)).loss
+        if self.algorithm.entropy_coefficient:
+            objective = objective - self.algorithm.entropy_coefficient * (inputs.weights_T * entropy_T).sum()
         kl_T = torch.zeros_like(entropy_T)
         if reference_logprobs_T is not None:
             kl_T = kl_penalty(inputs, reference_logprobs_T, self.algorithm)

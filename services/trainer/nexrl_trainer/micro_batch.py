@@ -1,11 +1,12 @@
 """Micro-batches: the padded rows of one forward pass. Pure NumPy. The result of a step must not depend on the split.
 
 Samples of one task begin with the same context, which is fed once. A shared row is the context, then one continuation
-after another; each continuation sees the context and itself. Suffixes: _B rows, _T columns, _P predicted tokens, flat.
+after another; each continuation sees the context and itself. Samples of equal inputs share their columns, because a
+policy that has learned often repeats itself. Suffixes: _B rows, _T columns, _P predicted tokens, flat.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,10 @@ from nexrl.train_batch import TrainBatch
 
 SHARED_ROW_TOKENS = 512
 """Longest shared row. Attention costs the square of its length, and a long continuation saves little by sharing."""
+
+MIN_PASS_TOKENS, MAX_PADDING = 1024, 1 / 8
+"""A micro-batch of so many tokens ends before a row that would make more than this share of it padding. Smaller ones
+would use the hardware worse than padding does."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,30 @@ EMPTY = MicroBatch(*np.zeros((3, 1, 1), np.int64), *np.zeros((2, 0), np.int64))
 @dataclass(frozen=True)
 class _Sequence:
     """Tokens of the batch before the sequence (`start`); of the sequence before its first trained token (`context`) and
-    before its last one (`inputs`).
+    before its last one (`inputs`). `own_ids` are the bytes of those between.
     """
 
     start: int
     context: int
     inputs: int
+    own_ids: bytes
+
+
+@dataclass
+class _Row:
+    """Sequences of one context, in `length` columns. `places`: first column of each continuation."""
+
+    length: int
+    sequences: list[_Sequence] = field(default_factory=list)
+    places: dict[bytes, int] = field(default_factory=dict)
+
+    def length_with(self, sequence: _Sequence) -> int:
+        return self.length + (0 if sequence.own_ids in self.places else sequence.inputs - sequence.context)
+
+    def add(self, sequence: _Sequence) -> None:
+        self.places.setdefault(sequence.own_ids, self.length)
+        self.length = max(self.length, self.places[sequence.own_ids] + sequence.inputs - sequence.context)
+        self.sequences.append(sequence)
 
 
 def split_batch(
@@ -66,9 +89,9 @@ def split_batch(
     """
     rows = _rows(batch, min(shared_row_tokens, max_tokens))
     if ranks > 1:  # a row is on one rank, so no row may have more than a rank's share of the tokens
-        rows = _rows(batch, min(shared_row_tokens, max_tokens, sum(map(_length, rows)) // ranks))
-    shares = share_out([_length(row) for row in rows], ranks)
-    parts = [list(_cut(sorted((rows[i] for i in share), key=_length), max_tokens)) for share in shares]
+        rows = _rows(batch, min(shared_row_tokens, max_tokens, sum(row.length for row in rows) // ranks))
+    shares = share_out([row.length for row in rows], ranks)
+    parts = [list(_cut(sorted((rows[i] for i in share), key=lambda row: row.length), max_tokens)) for share in shares]
     own = [_micro_batch(batch, part) for part in parts[rank]]
     return own + [EMPTY] * (max(map(len, parts)) - len(own))
 
@@ -95,42 +118,45 @@ def _sequences(batch: TrainBatch) -> list[_Sequence]:
     owners, first, counts = np.unique(owners, return_index=True, return_counts=True)
     starts, last = starts[owners], first + counts - 1
     # Nothing after the last trained token is predicted, so nothing after the one before it is fed.
-    return list(map(_Sequence, starts.tolist(), (trained[first] - starts).tolist(), (trained[last] - starts).tolist()))
+    own_ids = (
+        batch.token_ids_N[i:j].tobytes() for i, j in zip(trained[first].tolist(), trained[last].tolist(), strict=True)
+    )
+    contexts, inputs = trained[first] - starts, trained[last] - starts
+    return list(map(_Sequence, starts.tolist(), contexts.tolist(), inputs.tolist(), own_ids))
 
 
-def _rows(batch: TrainBatch, shared_row_tokens: int) -> list[list[_Sequence]]:
-    rows: list[list[_Sequence]] = []
-    open_rows: dict[bytes, list[_Sequence]] = {}
+def _rows(batch: TrainBatch, shared_row_tokens: int) -> list[_Row]:
+    rows: list[_Row] = []
+    open_rows: dict[bytes, _Row] = {}
     for sequence in _sequences(batch):
         context = batch.token_ids_N[sequence.start : sequence.start + sequence.context].tobytes()
         row = open_rows.get(context)
-        if row is None or _length(row) + sequence.inputs - sequence.context > shared_row_tokens:
-            open_rows[context] = row = []
+        if row is None or row.length_with(sequence) > shared_row_tokens:
+            open_rows[context] = row = _Row(sequence.context)
             rows.append(row)
-        row.append(sequence)
+        row.add(sequence)
     return rows
 
 
-def _length(row: Sequence[_Sequence]) -> int:
-    return row[0].context + sum(sequence.inputs - sequence.context for sequence in row)
-
-
-def _cut(rows: Sequence[list[_Sequence]], max_tokens: int) -> Iterator[Sequence[list[_Sequence]]]:
-    first = 0
+def _cut(rows: Sequence[_Row], max_tokens: int) -> Iterator[Sequence[_Row]]:
+    first = fed = 0
     for end, row in enumerate(rows):
         # Ascending lengths: this row is as long as the padded micro-batch would be with it.
-        if end > first and (end - first + 1) * _length(row) > max_tokens:
+        padded = (end - first + 1) * row.length
+        is_wasteful = fed >= MIN_PASS_TOKENS and padded - fed - row.length > MAX_PADDING * padded
+        if end > first and (padded > max_tokens or is_wasteful):
             yield rows[first:end]
-            first = end
+            first, fed = end, 0
+        fed += row.length
     if first < len(rows):
         yield rows[first:]
 
 
-def _micro_batch(batch: TrainBatch, rows: Sequence[Sequence[_Sequence]]) -> MicroBatch:
-    width = _length(rows[-1])
+def _micro_batch(batch: TrainBatch, rows: Sequence[_Row]) -> MicroBatch:
+    width = rows[-1].length
     input_ids_BT, position_ids_BT, segments_BT = (np.zeros((len(rows), width), np.int64) for _ in range(3))
     row_R = np.arange(len(rows)) * width
-    start_R, context_R = np.array([(row[0].start, row[0].context) for row in rows]).T
+    start_R, context_R = np.array([(row.sequences[0].start, row.sequences[0].context) for row in rows]).T
     owner, offset = _ranges(context_R)
     columns = row_R[owner] + offset
     input_ids_BT.ravel()[columns] = batch.token_ids_N[start_R[owner] + offset]
@@ -144,19 +170,19 @@ def _micro_batch(batch: TrainBatch, rows: Sequence[Sequence[_Sequence]]) -> Micr
     owner, offset = _ranges(inputs_S - context_S + 1)
     tokens = start_S[owner] + context_S[owner] + offset
     # The first token is predicted by the context's last column, the others by the column before their own.
-    last_of_context_S = np.arange(len(rows)).repeat(list(map(len, rows))) * width + context_S - 1
+    last_of_context_S = np.arange(len(rows)).repeat([len(row.sequences) for row in rows]) * width + context_S - 1
     positions = np.where(offset == 0, last_of_context_S[owner], first_S[owner] + offset - 1)
     is_trained = batch.loss_mask_N[tokens]
     return MicroBatch(input_ids_BT, position_ids_BT, segments_BT, positions[is_trained], tokens[is_trained])
 
 
-def _continuations(rows: Sequence[Sequence[_Sequence]], width: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _continuations(rows: Sequence[_Row], width: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield flat first column, segment, start, context and inputs of each sequence."""
     for number, row in enumerate(rows):
-        column = number * width + row[0].context
-        for segment, sequence in enumerate(row, start=1):
-            yield column, segment if len(row) > 1 else 0, sequence.start, sequence.context, sequence.inputs
-            column += sequence.inputs - sequence.context
+        segments = {own_ids: segment for segment, own_ids in enumerate(row.places, start=int(len(row.places) > 1))}
+        for sequence in row.sequences:
+            column = number * width + row.places[sequence.own_ids]
+            yield column, segments[sequence.own_ids], sequence.start, sequence.context, sequence.inputs
 
 
 def _ranges(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -30,6 +30,7 @@ from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
+from nexrl_trainer.layers import LayerSettings
 from nexrl_trainer.loop import Checkpoints, TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, Forward, build_processor
 from nexrl_trainer.service import TrainerServicer
@@ -116,7 +117,8 @@ def _algorithm_processor(process: ServiceProcess, worker: TrainWorker, client: B
 def build_learner(spec: ExperimentSpec, folder: Path = Path()) -> Learner:
     """Build the model with its initial weights, and its optimizer. A loss of the user is looked up in `folder`."""
     learner = MockLearner if spec.trainer.backend == "mock" else Learner
-    settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder)
+    layers = LayerSettings(spec.trainer.activation_checkpointing, spec.trainer.compile)
+    settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder, layers)
     return learner(_initial_model(spec), settings)
 
 

@@ -1,7 +1,7 @@
 """One optimizer step: forward pass, loss and optimizer behind four verbs (forward, forward_backward, optimizer_step,
 train).
 
-Suffixes: _N tokens of a batch, _P trained tokens of a micro-batch, _V vocabulary, _B sequences.
+Suffixes: _N tokens of a batch, _P trained tokens of a micro-batch, _B sequences.
 Training repeats bit for bit on a CPU with a fixed number of threads: nothing here draws a random number.
 """
 
@@ -21,7 +21,8 @@ from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation
 from nexrl.train_batch import TrainBatch
 from nexrl_trainer.batching import token_weights
-from nexrl_trainer.forward import ForwardPass, ForwardSettings, chosen_logprobs
+from nexrl_trainer.forward import ForwardPass, ForwardSettings
+from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import Objective, ObjectiveTerms, log_ratio
 from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
@@ -41,6 +42,7 @@ class LearnerSettings:
     total_steps: int
     forward: ForwardSettings = field(default_factory=ForwardSettings)
     folder: Path = Path()
+    layers: LayerSettings = field(default_factory=LayerSettings)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Learner:
         self.settings = settings
         self.step = 0
         self.forward_pass = ForwardPass(model, settings.forward, ranks=ranks)
+        set_up_layers(model, settings.layers)
         ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         self._objective = Objective(settings.algorithm, settings.folder)
@@ -162,14 +165,14 @@ class Learner:
         totals: "_LossTotals",
     ) -> None:
         token_ids_P = self._tensor(batch.token_ids_N[micro.tokens_P])
-        logprobs_PV = self._logprobs(micro, token_ids_P)
+        scores = self.forward_pass.scores(micro, token_ids_P)
         if not len(token_ids_P):  # other ranks have more micro-batches, and wait for this one's part in the gradient
-            logprobs_PV.sum().backward()
+            scores.logprobs_P.sum().backward()
             return
         # Numbered from 0 in each call: a micro-batch holds whole sequences, but not all of the batch.
         _, sequence_P = np.unique(batch.sequence_of_tokens[micro.tokens_P], return_inverse=True)
         inputs = LossInputs(
-            logprobs_T=chosen_logprobs(logprobs_PV, token_ids_P),
+            logprobs_T=scores.logprobs_P,
             rollout_logprobs_T=self._tensor(batch.rollout_logprobs_N[micro.tokens_P]),
             advantages_T=self._tensor(batch.advantages_N[micro.tokens_P]),
             weights_T=self._tensor(weights_N[micro.tokens_P]),
@@ -178,12 +181,9 @@ class Learner:
         )
         reference_N = batch.reference_logprobs_N
         reference_P = None if reference_N is None else self._tensor(reference_N[micro.tokens_P])
-        terms = objective(inputs, logprobs_PV, reference_P)
+        terms = objective(inputs, scores.entropy_P, reference_P)
         terms.objective.backward()
         totals.add(inputs, terms)
-
-    def _logprobs(self, micro: MicroBatch, token_ids_P: Tensor) -> Tensor:
-        return self.forward_pass.micro_logprobs(micro, token_ids_P)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return self.forward_pass.tensor(array)

@@ -23,6 +23,13 @@ class TrainerSpec(Section):
     max_tokens_per_micro_batch: Count = Field(
         default=8192, description="Tokens of one forward and backward pass; the result does not depend on it."
     )
+    activation_checkpointing: Literal["none", "full"] = Field(
+        default="none",
+        description="full: the backward pass computes the activations of each decoder layer again, to save memory.",
+    )
+    compile: bool = Field(
+        default=False, description="Decoder layers are compiled by torch.compile, which needs a C++ compiler."
+    )
     device: Device = Field(
         default="auto", description="What PyTorch computes on; auto: one CUDA GPU if there is one, otherwise the CPU."
     )

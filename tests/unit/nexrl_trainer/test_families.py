@@ -13,27 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from nexrl.models import build_model
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.model import PathModel
-from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint, save_checkpoint
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.step import Learner, LearnerSettings
-from tests.support.families import FAMILIES, FAMILIES_BY_TYPE, VOCABULARY_SIZE, Family, plain_logprobs
+from tests.support.batches import group_of_samples
+from tests.support.families import FAMILIES, FAMILIES_BY_TYPE, Family, plain_logprobs
 
-CONTEXT = 20  # longer than the sliding windows of the tiny models
 ALGORITHM = AlgorithmSpec(learning_rate=1e-2, loss="reinforce")
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
-
-
-def group_of_samples(seed: int) -> TrainBatch:
-    """Four samples of one task, of different lengths."""
-    random = np.random.default_rng(seed)
-    context = random.integers(3, VOCABULARY_SIZE, CONTEXT)
-    sequences = []
-    for own in (3, 8, 1, 5):
-        ids = np.concatenate([context, random.integers(3, VOCABULARY_SIZE, own)])
-        mask = np.arange(len(ids)) >= CONTEXT
-        sequences.append(TrainSequence(ids, mask, np.zeros(len(ids)), float(random.normal())))
-    return TrainBatch.pack(sequences)
 
 
 def learner_of(model: PreTrainedModel, max_tokens: int = 128) -> Learner:
@@ -58,7 +45,7 @@ def test_logprobs_are_the_models_own_and_prompts_are_shared_only_where_that_is_r
 @each_family
 def test_the_gradient_is_that_of_each_sequence_alone(family: Family) -> None:
     batch = group_of_samples(seed=2)
-    together, alone = learner_of(family.build()), learner_of(family.build(), max_tokens=1)
+    together, alone = learner_of(family.build()), learner_of(family.build(), max_tokens=max(batch.lengths_B))
     together.forward_backward(batch)
     alone.forward_backward(batch)
     expected = gradient(alone)

@@ -105,6 +105,21 @@ def test_a_rope_that_depends_on_the_longest_row_is_refused_where_it_does(build: 
         forward_pass.logprobs(TrainBatch.pack([sequence(33)]))
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "refusal"),
+    [
+        (48, r"has 50 tokens, and trainer\.maxTokensPerMicroBatch is 48; raise it to 50 or more"),
+        (128, "has 50 tokens, and the context of llama is 40 tokens"),
+    ],
+)
+def test_a_batch_that_cannot_fit_is_refused_before_any_gradient(max_tokens: int, refusal: str) -> None:
+    model = replace(LLAMA, settings={"max_position_embeddings": 40}).build()
+    forward_pass = ForwardPass(model, ForwardSettings(max_tokens_per_micro_batch=max_tokens))
+    with pytest.raises(InvalidArgumentError, match=refusal):
+        forward_pass.micro_batches(TrainBatch.pack([sequence(12), sequence(50)]))
+    assert forward_pass.micro_batches(TrainBatch.pack([sequence(12), sequence(40)]))
+
+
 def all_see_each_other(micro: MicroBatch) -> MicroBatch:
     return replace(micro, segments_BT=np.minimum(micro.segments_BT, 1))
 
@@ -124,8 +139,8 @@ def test_a_wrong_packing_is_found(model_type: str, fault: Callable[[MicroBatch],
     batch = probe_batch(32, 32, VOCABULARY_SIZE)
     (packed,), (plain,) = split_batch(batch, 32), split_batch(batch, 100, shared_row_tokens=0)
     with torch.inference_mode():
-        assert packing_error(forward_pass.micro_logprobs, packed, plain).is_rounding
-        assert not packing_error(forward_pass.micro_logprobs, fault(packed), plain).is_rounding
+        assert packing_error(forward_pass.distributions, packed, plain).is_rounding
+        assert not packing_error(forward_pass.distributions, fault(packed), plain).is_rounding
 
 
 def test_a_model_whose_attention_has_no_effect_yet_shares_no_prompt() -> None:

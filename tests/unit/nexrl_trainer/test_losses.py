@@ -154,7 +154,7 @@ def test_under_sequence_aggregation_entropy_and_penalty_are_means_over_sequences
     logprobs_TV = torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.3, 0.7], [0.8, 0.2]]).log()
     inputs = LossInputs(logprobs_TV[:, 0], logprobs_TV[:, 0], torch.zeros(4), weights_T, torch.tensor([0, 1, 1, 1]))
     settings = AlgorithmSpec(loss="reinforce", entropy_coefficient=2.0, kl_coefficient=3.0)
-    terms = Objective(settings, Path())(inputs, logprobs_TV, logprobs_TV[:, 1])
+    terms = Objective(settings, Path())(inputs, token_entropy(logprobs_TV), logprobs_TV[:, 1])
 
     def mean_of_means(values_T: torch.Tensor) -> torch.Tensor:
         return (values_T[0] + values_T[1:].mean()) / 2

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nexrl.train_batch import TrainBatch, TrainSequence
-from nexrl_trainer.micro_batch import MicroBatch, share_out, split_batch
+from nexrl_trainer.micro_batch import MIN_PASS_TOKENS, MicroBatch, share_out, split_batch
 
 # Two sequences: prompt 5 6, completion 7 8; prompt 9, completion 10. The first ends with a token that is not trained.
 BATCH = TrainBatch.pack(
@@ -46,8 +46,18 @@ def test_samples_of_one_task_share_their_context() -> None:
     assert micro.positions_P.tolist() == [1, 2, 3, 1, 4, 1]
 
 
+def test_samples_of_the_same_inputs_are_fed_once() -> None:
+    (micro,) = split_batch(group([5, 6], [7, 8, 1], [9, 1], [7, 8, 4]), max_tokens=100)
+    assert micro.input_ids_BT.tolist() == [[5, 6, 7, 8, 9]]
+    assert micro.segments_BT.tolist() == [[0, 0, 1, 1, 2]]
+    assert micro.positions_P.tolist() == [1, 2, 3, 1, 4, 1, 2, 3]
+    (same,) = split_batch(group([5, 6], *[[7, 8, 1]] * 4), max_tokens=100)
+    assert same.input_ids_BT.tolist() == [[5, 6, 7, 8]]
+    assert not same.is_shared
+
+
 def test_a_shared_row_ends_at_its_limit_and_nothing_is_shared_at_limit_zero() -> None:
-    batch = group([5, 6], *[[7, 8, 1]] * 5)
+    batch = group([5, 6], *[[7, own, 1] for own in range(5)])
     assert [micro.input_ids_BT.shape for micro in split_batch(batch, 100, shared_row_tokens=6)] == [(3, 6)]
     (alone,) = split_batch(batch, 100, shared_row_tokens=0)
     assert alone.input_ids_BT.shape == (5, 4)
@@ -56,6 +66,16 @@ def test_a_shared_row_ends_at_its_limit_and_nothing_is_shared_at_limit_zero() ->
 
 def test_a_sequence_longer_than_the_limit_has_a_micro_batch_of_its_own() -> None:
     assert [micro.input_ids_BT.shape for micro in split_batch(BATCH, max_tokens=1)] == [(1, 1), (1, 3)]
+
+
+def test_rows_of_different_lengths_have_little_padding_once_passes_are_large_enough() -> None:
+    lengths = range(64, 4096, 64)
+    batch = TrainBatch.pack(
+        TrainSequence([5, *[length] * length], [False] + [True] * length, [0] * (length + 1), 1.0) for length in lengths
+    )
+    micros = split_batch(batch, max_tokens=100_000)
+    assert sum(micro.input_ids_BT.size for micro in micros) < 1.15 * sum(lengths)
+    assert min(micro.input_ids_BT.size for micro in micros) >= MIN_PASS_TOKENS
 
 
 def test_an_empty_batch_has_no_micro_batches() -> None:
@@ -117,7 +137,7 @@ def test_each_token_is_predicted_on_one_rank_and_all_ranks_do_the_same_number_of
 
 
 def test_samples_of_one_task_are_work_for_all_ranks() -> None:
-    batch = group([5, 6], *[[7, 8, 9, 1]] * 4)
+    batch = group([5, 6], *[[7, 8, own, 1] for own in range(4)])
     by_rank = [split_batch(batch, 100, rank=rank, ranks=2) for rank in range(2)]
     assert [[micro.input_ids_BT.shape for micro in micros] for micros in by_rank] == [[(2, 5)], [(2, 5)]]
 

@@ -40,7 +40,7 @@ def test_the_last_update_has_the_final_rate_however_many_there_are(total_steps: 
 
 def test_gradients_of_many_micro_batches_of_a_16_bit_model_add_up(build_learner: BuildLearner) -> None:
     count = 512
-    one, many = (build_learner(dtype="bfloat16", max_tokens=1, loss="reinforce") for _ in range(2))
+    one, many = (build_learner(dtype="bfloat16", max_tokens=3, loss="reinforce") for _ in range(2))
     one.forward_backward(TrainBatch.pack([SAMPLE]), denominator=2)
     many.forward_backward(TrainBatch.pack([SAMPLE] * count), denominator=2)
     assert many.optimizer_step().grad_norm == pytest.approx(count * one.optimizer_step().grad_norm, rel=1e-4)
