@@ -94,6 +94,15 @@ class ForwardPass:
     def micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         """Return this rank's share of `batch`. All ranks get the same number of micro-batches, some of them empty.
 
+        Raises what `check_batch` raises.
+        """
+        self.check_batch(batch)
+        limit, ranks = self.settings.max_tokens_per_micro_batch, self.ranks
+        return split_batch(batch, limit, self._shared_row_tokens, rank=ranks.rank, ranks=ranks.size)
+
+    def check_batch(self, batch: TrainBatch) -> None:
+        """Check that the model can compute the batch.
+
         Raises FailedPreconditionError if the result would depend on the split, InvalidArgumentError for a token that
         the model does not have.
         """
@@ -102,8 +111,6 @@ class ForwardPass:
             if not 0 <= token_id < vocabulary_size:
                 raise InvalidArgumentError(f"token_ids: {token_id}; must be from 0 to {vocabulary_size - 1}")
         self._check_sequence_length("train batch", int(max(batch.lengths_B, default=0)))
-        limit, ranks = self.settings.max_tokens_per_micro_batch, self.ranks
-        return split_batch(batch, limit, self._shared_row_tokens, rank=ranks.rank, ranks=ranks.size)
 
     def micro_logprobs(self, micro: MicroBatch, token_ids_P: Tensor | None = None) -> Tensor:
         """Return the log-probabilities [P, V], float32, at the positions that predict a trained token.
