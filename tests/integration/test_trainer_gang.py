@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from nexrl.spec import Experiment
+from nexrl.spec.experiment import FOLDER_ANNOTATION
 from nexrl_trainer.checkpoint import find_latest_checkpoint
 from tests.support.services import small_experiment
 from tests.support.trainers import Call, Death, World, running_world

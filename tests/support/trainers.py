@@ -34,7 +34,7 @@ from tests.support.pool import TAG, PoolClient, drawn_span, running_pool, scored
 from tests.support.services import running_service
 from tests.support.trainer_process import Suicide
 
-LIFE_SECONDS = 60.0
+LIFE_SECONDS = 150.0
 """Longest time that one trainer process may run."""
 LOOPBACK = "127.0.0.1"
 
@@ -198,7 +198,7 @@ class World:
         async def is_there() -> bool:
             return self._ended.is_set() or self._pid_of(rank) is not None
 
-        await eventually(is_there)
+        await eventually(is_there, LIFE_SECONDS)
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Send a signal to the process of a rank of the current trainer, if there is one."""
