@@ -37,7 +37,7 @@ from nexrl_weight_sync.records import Replica
 from tests.support.redis import running_redis
 from tests.support.services import small_experiment
 from tests.support.vllm import START_SECONDS, replica_process
-from tests.support.weights import rules, running_weight_sync
+from tests.support.weights import rules, running_weight_sync, taken
 
 ROUNDS = 7
 BUCKET_BYTES = 64 * 2**20
@@ -106,7 +106,7 @@ async def sync_seconds(weights: Sequence[tuple[str, Tensor]], replicas: int) -> 
             stack.enter_context(replica_process(EXPERIMENT, folder, f"inference-{number}", world.address))
         await world.until(lambda view: len(view.replicas) == replicas, START_SECONDS)
         publisher = await world.publisher(bucket_bytes=BUCKET_BYTES)
-        await publisher.publish(weights, 0)
+        await publisher.publish(taken(weights, 0))
         (replica, _), *_ = world.weight_sync.view().replicas
         before = phase_seconds()
         seconds = [await one_sync(publisher, weights, version) for version in range(1, ROUNDS + 1)]
@@ -118,7 +118,7 @@ async def sync_seconds(weights: Sequence[tuple[str, Tensor]], replicas: int) -> 
 async def one_sync(publisher: WeightPublisher, weights: Sequence[tuple[str, Tensor]], version: int) -> float:
     """Seconds of a sync."""
     began = time.perf_counter()
-    await publisher.publish(weights, version)
+    await publisher.publish(taken(weights, version))
     return time.perf_counter() - began
 
 
@@ -129,7 +129,7 @@ async def one_pause(
     arrivals: list[float] = []
     streaming = asyncio.create_task(stream(replica.http_url, arrivals))
     await more_of(arrivals)
-    await publisher.publish(weights, version)
+    await publisher.publish(taken(weights, version))
     await more_of(arrivals)
     streaming.cancel()
     await asyncio.wait([streaming])

@@ -23,7 +23,7 @@ from nexrl.weights.packing import allocate, snapshot, tensor_specs
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Receiver, Sender
 from tests.support.redis import running_redis
-from tests.support.weights import ReplicaProcess, example_tensors, rules, running_weight_sync
+from tests.support.weights import ReplicaProcess, example_tensors, rules, running_weight_sync, taken
 
 ROUNDS = 40
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -42,7 +42,7 @@ async def main(nbytes: int) -> None:
             versions = iter(range(10 * ROUNDS))
 
             async def publish() -> None:
-                await publisher.publish(tensors, next(versions))
+                await publisher.publish(taken(tensors, next(versions)))
 
             seconds, cpu_seconds = await timed(publish, replica)
         await redis.aclose()

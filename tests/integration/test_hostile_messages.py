@@ -26,8 +26,9 @@ from nexrl.weights.transport import Sender
 from nexrl_controller import server as controller
 from nexrl_data_reader import server as data_reader
 from nexrl_inference import server as inference
-from nexrl_trainer import server as trainer
+from nexrl_trainer.build import build_learner
 from nexrl_trainer.loop import TrainWorker
+from nexrl_trainer.server import run_checkpoints
 from nexrl_trainer.service import TrainerServicer
 from nexrl_trajectory_pool import server as trajectory_pool
 from nexrl_weight_sync import server as weight_sync
@@ -51,8 +52,8 @@ async def start_trainer_whose_loop_has_ended(process: ServiceProcess) -> None:
         WeightSyncServiceStub(weight_sync), Sender("127.0.0.1"), model_tag=TAG, bucket_bytes=2**20, timeout_seconds=1
     )
     process.on_close(publisher.close)
-    checkpoints = trainer.run_checkpoints(process.settings.run_dir, spec)
-    learner = await asyncio.to_thread(trainer.build_learner, spec)
+    checkpoints = run_checkpoints(process.settings.run_dir, spec)
+    learner = await asyncio.to_thread(build_learner, spec)
     worker = TrainWorker(spec, learner, checkpoints, TrainBatchClient(pool), publisher, process.activity)
     worker.is_done = True
     process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")

@@ -19,7 +19,7 @@ from nexrl.weights.published import PublishedVersions
 from nexrl_weight_sync import weight_sync
 from nexrl_weight_sync.weight_sync import View
 from tests.support.runs import eventually
-from tests.support.weights import BUCKET_BYTES, MODEL_TAG, World, example_tensors, rules, running_weight_sync
+from tests.support.weights import BUCKET_BYTES, MODEL_TAG, World, example_tensors, rules, running_weight_sync, taken
 
 
 def ready_ids(view: View) -> set[str]:
@@ -64,7 +64,7 @@ async def test_versions_reach_all_replicas_through_one_open_group(redis: Redis, 
         publisher = await world.publisher()
         epochs = set()
         for version in range(3):
-            publication = await publisher.publish(example_tensors(version), version)
+            publication = await publisher.publish(taken(example_tensors(version), version))
             assert (publication.committed_version, publication.attempts) == (version, 1)
             assert ready_ids(world.weight_sync.view()) == {"a", "b"}
             epochs.add(world.weight_sync.coordinator.state.epoch)
@@ -83,7 +83,7 @@ async def test_the_pool_is_told_again_what_it_may_have_forgotten(
     monkeypatch.setattr(weight_sync, "REPEAT_SECONDS", 0.05)
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await world.replica("a")
-        await (await world.publisher()).publish(example_tensors(0), 0)
+        await (await world.publisher()).publish(taken(example_tensors(0), 0))
         await eventually(lambda: world.told.count(0) >= 3, seconds=10)
 
 
@@ -93,9 +93,9 @@ async def test_a_replica_killed_in_mid_transfer_is_put_out_and_the_others_get_th
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("sound"), world.replica("dying", "die"))
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         async with asyncio.timeout(10):  # half of the timeout of a sync: nobody waits for the dead
-            publication = await publisher.publish(example_tensors(1), 1)
+            publication = await publisher.publish(taken(example_tensors(1), 1))
         assert publication.committed_version == 1
         assert publication.attempts >= 2
         assert ready_ids(world.weight_sync.view()) == {"sound"}
@@ -107,9 +107,9 @@ async def test_a_replica_that_leaves_in_the_middle_of_its_load_holds_nobody_up(
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("sound"), world.replica("leaving", "leave"))
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         async with asyncio.timeout(10):
-            publication = await publisher.publish(example_tensors(1), 1)
+            publication = await publisher.publish(taken(example_tensors(1), 1))
         assert (publication.committed_version, publication.attempts) == (1, 1)
         assert ready_ids(world.weight_sync.view()) == {"sound"}
         assert "during the call" in caplog.text
@@ -121,7 +121,7 @@ async def test_a_replica_dead_before_the_transfer_does_not_hold_it_up(redis: Red
         dead.kill()
         publisher = await world.publisher()
         async with asyncio.timeout(10):
-            assert (await publisher.publish(example_tensors(0), 0)).committed_version == 0
+            assert (await publisher.publish(taken(example_tensors(0), 0))).committed_version == 0
         assert ready_ids(world.weight_sync.view()) == {"sound"}
 
 
@@ -129,10 +129,10 @@ async def test_a_silent_replica_is_put_out_with_its_lease(redis: Redis, experime
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         _, frozen = await asyncio.gather(world.replica("sound"), world.replica("frozen"))
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         frozen.freeze()
         async with asyncio.timeout(15):  # below the timeout of a sync
-            publication = await publisher.publish(example_tensors(1), 1)
+            publication = await publisher.publish(taken(example_tensors(1), 1))
         assert publication.committed_version == 1
         assert ready_ids(world.weight_sync.view()) == {"sound"}
 
@@ -141,11 +141,11 @@ async def test_a_replica_with_other_bytes_is_put_out_and_served_again(redis: Red
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("sound"), world.replica("flipping", "flip"))
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         assert ready_ids(world.weight_sync.view()) == {"sound", "flipping"}
-        await publisher.publish(example_tensors(1), 1)
+        await publisher.publish(taken(example_tensors(1), 1))
         assert ready_ids(world.weight_sync.view()) == {"sound"}
-        await publisher.publish(example_tensors(2), 2)
+        await publisher.publish(taken(example_tensors(2), 2))
         await world.until(is_serving(2, "sound", "flipping"))
 
 
@@ -153,7 +153,7 @@ async def test_a_late_replica_gets_the_committed_version_without_a_new_one(redis
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         first = await world.replica("first")
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         first.kill()
         await world.until(lambda view: not view.replicas)
         assert "no replica" in (await gate(world)).reason
@@ -182,12 +182,12 @@ async def test_a_late_replica_takes_the_version_from_the_shared_folder_and_distu
         await world.replica("first")
         publisher = await world.publisher()
         for version in range(2):
-            await publisher.publish(example_tensors(version), version)
+            await publisher.publish(taken(example_tensors(version), version))
         before = await synced(world)
         await asyncio.gather(world.replica("second"), world.replica("third"))
         await world.until(is_serving(1, "first", "second", "third"))
         assert await synced(world) == before
-        assert (await publisher.publish(example_tensors(2), 2)).committed_version == 2
+        assert (await publisher.publish(taken(example_tensors(2), 2))).committed_version == 2
         await world.until(is_serving(2, "first", "second", "third"))
 
 
@@ -198,7 +198,7 @@ async def test_replicas_are_served_from_the_shared_folder_without_a_trainer(
         world.shared = tmp_path
         first = await world.replica("first")
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         await eventually((tmp_path / MODEL_TAG / "version_0").is_dir, seconds=30)
         await world.trainer_dies(publisher)
         first.kill()
@@ -214,7 +214,7 @@ async def test_a_torn_version_in_the_shared_folder_is_broadcast_instead(
         world.shared = tmp_path
         await world.replica("first")
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         before = await synced(world)
         tensors = tmp_path / MODEL_TAG / "version_0" / "model.safetensors"
         await eventually(tensors.is_file, seconds=30)
@@ -230,7 +230,7 @@ async def test_a_replica_of_another_model_is_put_out(redis: Redis, experiment_na
         await asyncio.gather(world.replica("sound"), world.replica("misfit", "misfit"))
         publisher = await world.publisher()
         async with asyncio.timeout(10):
-            await publisher.publish(example_tensors(0), 0)
+            await publisher.publish(taken(example_tensors(0), 0))
         assert ready_ids(world.weight_sync.view()) == {"sound"}
 
 
@@ -238,27 +238,27 @@ async def test_an_older_version_is_left_alone(redis: Redis, experiment_name: str
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await world.replica("a")
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(3), 3)
+        await publisher.publish(taken(example_tensors(3), 3))
         replay = await world.publisher()
-        assert (await replay.publish(example_tensors(2), 2)).committed_version == 3
-        assert (await replay.publish(example_tensors(4), 4)).committed_version == 4
+        assert (await replay.publish(taken(example_tensors(2), 2))).committed_version == 3
+        assert (await replay.publish(taken(example_tensors(4), 4))).committed_version == 4
 
 
 async def test_a_trainer_whose_ledger_has_lost_steps_serves_replicas_again(redis: Redis, experiment_name: str) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         former = await world.replica("former")
         trainer = await world.publisher()
-        await trainer.publish(example_tensors(5), 5)
+        await trainer.publish(taken(example_tensors(5), 5))
         await world.trainer_dies(trainer)
         former.kill()  # with the last copy of version 5
         await world.replica("a")
         resumed = await world.publisher()
         resumed.newest_version = 5  # it has all steps, and will come to version 5
-        assert (await resumed.publish(example_tensors(2), 2)).committed_version == 5
+        assert (await resumed.publish(taken(example_tensors(2), 2))).committed_version == 5
         resumed.newest_version = 4
-        assert (await resumed.publish(example_tensors(3), 3)).committed_version == 3
+        assert (await resumed.publish(taken(example_tensors(3), 3))).committed_version == 3
         await world.until(is_serving(3, "a"))
-        assert (await resumed.publish(example_tensors(4), 4)).committed_version == 4
+        assert (await resumed.publish(taken(example_tensors(4), 4))).committed_version == 4
 
 
 @pytest.mark.guide("L8", "L11", "L12")
@@ -267,7 +267,7 @@ async def test_a_validation_holds_the_version(redis: Redis, experiment_name: str
     async with running_weight_sync(redis, experiment_name, its_rules) as world:
         await world.replica("a")
         publisher = await world.publisher()
-        await publisher.publish(example_tensors(0), 0)
+        await publisher.publish(taken(example_tensors(0), 0))
         stub = world.stub()
         request = pb.WaitForValidationRequest(model_tag=MODEL_TAG, wait_seconds=5)
         held = await call(stub.WaitForValidation, request, timeout_seconds=10)
@@ -275,7 +275,7 @@ async def test_a_validation_holds_the_version(redis: Redis, experiment_name: str
         prepared = await call(stub.PrepareSync, prepare(1, wait_seconds=0.1), timeout_seconds=5)
         assert (prepared.sync_id, prepared.waiting_on) == ("", "validation")
         assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE  # validation rollouts pass it
-        next_version = asyncio.create_task(publisher.publish(example_tensors(1), 1))
+        next_version = asyncio.create_task(publisher.publish(taken(example_tensors(1), 1)))
         end = pb.EndValidationHoldRequest(request_id=new_request_id(), model_tag=MODEL_TAG, policy_version=0)
         await call(stub.EndValidationHold, end, timeout_seconds=5)
         assert (await next_version).committed_version == 1
@@ -287,13 +287,13 @@ async def test_a_restarted_service_goes_on_from_the_committed_version(redis: Red
     async with running_weight_sync(redis, experiment_name, rules(), port) as first:
         await first.replica("a")
         publisher = await first.publisher()
-        await publisher.publish(example_tensors(5), 5)
+        await publisher.publish(taken(example_tensors(5), 5))
         epoch = first.weight_sync.coordinator.state.epoch
         clients = first.closing.pop_all()  # the replica and the trainer outlive this service
     async with running_weight_sync(redis, experiment_name, rules(), port) as second, clients:
         assert second.weight_sync.coordinator.committed.policy_version == 5
         await second.until(is_serving(5, "a"))
-        assert (await publisher.publish(example_tensors(6), 6)).committed_version == 6
+        assert (await publisher.publish(taken(example_tensors(6), 6))).committed_version == 6
         assert second.weight_sync.coordinator.state.epoch > epoch
 
 
@@ -320,11 +320,11 @@ async def test_a_version_that_redis_has_lost_is_committed_again(redis: Redis, ex
     async with running_weight_sync(redis, experiment_name, rules(), port) as first:
         await first.replica("a")
         publisher = await first.publisher()
-        await publisher.publish(example_tensors(5), 5)
+        await publisher.publish(taken(example_tensors(5), 5))
         kept = await redis.dump(key)
         await first.replica("b")
         await first.until(is_serving(5, "a", "b"))  # in a new epoch
-        await publisher.publish(example_tensors(6), 6)
+        await publisher.publish(taken(example_tensors(6), 6))
         clients = first.closing.pop_all()
     await redis.restore(key, 0, kept or b"", replace=True)
     async with running_weight_sync(redis, experiment_name, rules(), port) as second, clients:

@@ -24,9 +24,9 @@ from nexrl.models import iter_weights
 from nexrl.spec import load_resolved
 from nexrl.store import connect_redis, key_prefix
 from nexrl.train_batch import TrainBatch
+from nexrl_trainer.build import build_learner
 from nexrl_trainer.checkpoint import read_metadata
 from nexrl_trainer.processor import build_processor
-from nexrl_trainer.server import build_learner
 from nexrl_trajectory_pool.ledger import Ledger, LedgerState, SampleRecord
 from nexrl_trajectory_pool.pool import training_rules
 from tests.support.redis import running_redis

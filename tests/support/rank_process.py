@@ -1,7 +1,6 @@
 """A process that is one rank of a trainer. Rank 0 has the batches; the other ranks get them from it."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor import DTensor
 
 from nexrl.errors import NexrlError
@@ -80,12 +80,11 @@ class Trained:
 
 def main(rank: int, connection: Connection) -> None:
     """Entry point. Answers each (number of ranks, rendezvous file, cases) until the other end is closed."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
             size, rendezvous_file, cases = connection.recv()
-            ranks = join_ranks(rank, size, torch.device("cpu"), f"file://{rendezvous_file}", PATIENCE_SECONDS)
+            ranks = join_ranks(rank, size, torch.device("cpu"), FileStore(rendezvous_file, size))
             connection.send([train(case, ranks) for case in cases])
             dist.destroy_process_group()
 

@@ -7,6 +7,8 @@ Redis. Each is behind a relay, through which a test can act before and after eve
 import asyncio
 import hashlib
 import multiprocessing
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,11 +29,12 @@ from nexrl.weights.packing import tensor_specs
 from nexrl_trainer.checkpoint import find_latest_checkpoint
 from nexrl_weight_sync import server as weight_sync_server
 from tests.support import replica_process, trainer_process
+from tests.support.eventually import eventually
 from tests.support.pool import TAG, PoolClient, drawn_span, running_pool, scored
 from tests.support.services import running_service
 from tests.support.trainer_process import Suicide
 
-LIFE_SECONDS = 60.0
+LIFE_SECONDS = 150.0
 """Longest time that one trainer process may run."""
 LOOPBACK = "127.0.0.1"
 
@@ -113,6 +116,8 @@ class Death:
     name: str
     steps: int
     is_seen: bool
+    rank: int = 0
+    """The rank whose process is killed."""
 
     def is_due(self, call: Call, steps: int) -> bool:
         """Return whether the trainer is killed at this call."""
@@ -147,10 +152,15 @@ class World:
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def live(self, death: Death | Suicide | float | None = None) -> int:
+    def use(self, experiment: Experiment) -> None:
+        """Give the next trainers this experiment."""
+        Path(self._environment["NEXRL_EXPERIMENT_FILE"]).write_text(dump_resolved(experiment))
+
+    async def live(self, death: Death | Suicide | float | None = None, rank: int = 0) -> int:
         """Run one trainer process. Returns its exit code: -9 if it was killed, 0 if training was complete.
 
-        `death` kills it at a call, at a point in its own code, or that many seconds after its start.
+        `death` kills it at a call, at a point in its own code, or that many seconds after its start. The last kills the
+        process of `rank`.
         """
         suicide = death if isinstance(death, Suicide) else None
         self._death = death if isinstance(death, Death) else None
@@ -172,7 +182,8 @@ class World:
                 if finished.done():
                     self._trainer.terminate()
                 elif not ended.done():
-                    self._trainer.kill()
+                    await self.rank_is_there(rank)
+                    self.signal_rank(rank, signal.SIGKILL)
                 await ended
         finally:
             finished.cancel()
@@ -180,6 +191,25 @@ class World:
             await ended
         code: int = self._trainer.exitcode
         return code
+
+    async def rank_is_there(self, rank: int) -> None:
+        """Wait until the process of a rank of the current trainer has begun, or the trainer has ended."""
+
+        async def is_there() -> bool:
+            return self._ended.is_set() or self._pid_of(rank) is not None
+
+        await eventually(is_there, LIFE_SECONDS)
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Send a signal to the process of a rank of the current trainer, if there is one."""
+        pid = self._pid_of(rank)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _pid_of(self, rank: int) -> int | None:
+        trainer: int = self._trainer.pid
+        return rank_pid(trainer, rank) if rank else trainer
 
     async def _end(self) -> None:
         await asyncio.to_thread(self._trainer.join)
@@ -206,8 +236,8 @@ class World:
         if call.response is not None:
             self._record(call)
         if self._death is not None and self._death.is_due(call, len(self.steps)):
-            self._death = None
-            self._trainer.kill()
+            rank, self._death = self._death.rank, None
+            self.signal_rank(rank, signal.SIGKILL)
             await self._ended.wait()
             raise asyncio.CancelledError  # the caller is dead, so no answer is needed
         if self.before_call is not None:
@@ -293,6 +323,15 @@ def _replica(weight_sync: str, experiment: Experiment) -> Iterator[None]:
     finally:
         process.kill()
         process.join()
+
+
+def rank_pid(trainer: int, rank: int) -> int | None:
+    """Return the process of a rank other than 0 of the trainer with this process id; None if it has not begun."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # it, or a child, has just ended
+        for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split():
+            if f"NEXRL_RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"):
+                return int(pid)
+    return None
 
 
 def trajectory(lease: trajectory_pb2.TaskLease, sample_id: str, version: int) -> trajectory_pb2.Trajectory:

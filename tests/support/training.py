@@ -18,10 +18,11 @@ from nexrl.spec.code import with_folder
 from nexrl.train_batch import TrainBatch
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import trajectory_pb2
-from nexrl.weights.publisher import WeightPublisher
+from nexrl.weights.publisher import TakeSnapshot, WeightPublisher
+from nexrl_trainer.build import reference_logprobs
 from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, build_processor
-from nexrl_trainer.server import reference_logprobs, run_checkpoints
+from nexrl_trainer.server import run_checkpoints
 from nexrl_trainer.step import Learner, LearnerSettings, StepMetrics
 from nexrl_trainer.uploads import Uploads
 from tests.support.pool import PoolClient, drawn_span, running_pool, scored
@@ -73,7 +74,8 @@ class FakePublisher(WeightPublisher):
         self._test_pool = pool
         self.published: list[int] = []
 
-    async def publish(self, weights: object, policy_version: int) -> None:  # type: ignore[override]
+    async def publish(self, take: TakeSnapshot) -> None:  # type: ignore[override]
+        policy_version = (await take(1 << 20, None)).manifest.policy_version
         self.published.append(policy_version)
         await self._test_pool.set_version(policy_version)
 

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +20,9 @@ from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.store import Redis, key_prefix
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub, add_WeightSyncServiceServicer_to_server
 from nexrl.weights.manifest import TensorSpec
-from nexrl.weights.packing import tensor_specs
+from nexrl.weights.packing import Snapshot, snapshot, tensor_specs
 from nexrl.weights.published import PublishedVersions
-from nexrl.weights.publisher import WeightPublisher
+from nexrl.weights.publisher import TakeSnapshot, WeightPublisher
 from nexrl.weights.transport import Sender
 from nexrl_weight_sync.coordinator import Coordinator
 from nexrl_weight_sync.records import Rules
@@ -39,6 +39,17 @@ MODEL_TAG = "default"
 LEASE_SECONDS = 3.0
 TIMEOUT_SECONDS = 20.0
 BUCKET_BYTES = 64 * 1024
+
+
+def taken(named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> TakeSnapshot:
+    """Return what a publisher is given to publish these tensors."""
+
+    async def take(bucket_bytes: int, replaced: Snapshot | None) -> Snapshot:
+        return await asyncio.to_thread(
+            snapshot, named_tensors, policy_version=policy_version, bucket_bytes=bucket_bytes, replaced=replaced
+        )
+
+    return take
 
 
 def example_tensors(seed: int, *, nbytes: int = 1_000_000) -> list[tuple[str, Tensor]]:

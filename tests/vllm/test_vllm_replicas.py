@@ -32,7 +32,7 @@ from tests.support.vllm import (
     vllm_experiment,
     weights_of,
 )
-from tests.support.weights import World, rules, running_weight_sync
+from tests.support.weights import World, rules, running_weight_sync, taken
 
 if TYPE_CHECKING:
     from nexrl.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
@@ -106,7 +106,7 @@ class System:
     async def publish(self, version: int) -> None:
         """Bring a version to the replicas."""
         self.versions[version] = weights_of(self.model, version)
-        await self.publisher.publish(self.versions[version].items(), version)
+        await self.publisher.publish(taken(self.versions[version].items(), version))
 
     async def generate(self, replica: Replica, **fields: Any) -> pb.GenerateResponse:
         """Ask a replica, and check every answer against its version's forward pass."""
@@ -175,7 +175,7 @@ async def test_a_model_that_lacks_a_tensor_is_refused_and_the_old_version_goes_o
     await system.publish(30)
     whole = weights_of(system.model, 31)
     whole.pop("model.layers.1.self_attn.k_proj.weight")
-    publishing = asyncio.create_task(system.publisher.publish(whole.items(), 31))
+    publishing = asyncio.create_task(system.publisher.publish(taken(whole.items(), 31)))
     done, _ = await asyncio.wait([publishing], timeout=60)
     assert done
     with pytest.raises(NexrlError):

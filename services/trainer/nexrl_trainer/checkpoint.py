@@ -7,8 +7,9 @@
     <folder>/global_step_<n>.ahead-of-ledger/   never loaded again: Redis lost the batches of its last steps
 
 A checkpoint is written to `global_step_<n>.tmp`, forced to disk, and renamed. A process killed at any instruction
-leaves either the final name with all content, or no final name. torch.distributed.checkpoint is not used because its
-metadata file is a pickle.
+leaves either the final name with all content, or no final name. Of several ranks, rank 0 gathers and writes the whole
+state, so a checkpoint does not depend on their number, and any number of ranks can load it.
+torch.distributed.checkpoint is not used because its metadata file is a pickle.
 """
 
 import hashlib
@@ -21,7 +22,6 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,11 +29,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from nexrl.fsync import fsync_path
 from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, checkpoint_path, checkpoints_by_step
-from nexrl_trainer.step import Learner
+from nexrl_trainer.step import Learner, LearnerState
 
 _FORMAT = 1
 _STATE = "training_state.safetensors"
-_RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 _PARTIAL_SUFFIX = ".tmp"
 _AHEAD_SUFFIX = ".ahead-of-ledger"
 SETTLED_SECONDS = 10.0
@@ -75,9 +74,11 @@ def save_checkpoint(
     partial = partial_path(final)
     shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
     partial.mkdir(parents=True)
-    learner.model.save_pretrained(partial, max_shard_size="1TB")  # one file, so that there is one to read back
+    state = learner.state()
+    # One file, so that there is one to read back.
+    learner.model.save_pretrained(partial, state_dict=dict(state.weights), max_shard_size="1TB")
     tokenizer.save_pretrained(partial)
-    save_file(_training_state(learner), partial / _STATE)
+    save_file(dict(state.training), partial / _STATE)
     _commit(partial, metadata)
     partial.rename(final)
     fsync_path(folder)
@@ -100,14 +101,7 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
     check_files(path)
     weights = _load_weights(path)
     _check_weights(path, weights, learner.model)
-    state = load_file(path / _STATE)
-    learner.model.load_state_dict(weights)
-    torch.set_rng_state(state.pop(_RNG))
-    cuda_state = state.pop(_CUDA_RNG, None)
-    if cuda_state is not None and learner.model.device.type == "cuda":
-        torch.cuda.set_rng_state(cuda_state, learner.model.device)
-    learner.optimizer.load_tensors(state)
-    learner.step = metadata.step
+    learner.restore(LearnerState(weights, load_file(path / _STATE)), metadata.step, path)
     return metadata
 
 
@@ -180,13 +174,6 @@ def _read_marker(path: Path) -> dict[str, Any]:
     if content["format"] != _FORMAT:
         raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {_FORMAT}")
     return content
-
-
-def _training_state(learner: Learner) -> dict[str, Tensor]:
-    state = {_RNG: torch.get_rng_state(), **learner.optimizer.tensors()}
-    if learner.model.device.type == "cuda":
-        state[_CUDA_RNG] = torch.cuda.get_rng_state(learner.model.device)
-    return state
 
 
 def _commit(partial: Path, metadata: CheckpointMetadata) -> None:

@@ -95,6 +95,15 @@ class ForwardPass:
     def micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         """Return this rank's share of `batch`. All ranks get the same number of micro-batches, some of them empty.
 
+        Raises what `check_batch` raises.
+        """
+        self.check_batch(batch)
+        limit, ranks = self.settings.max_tokens_per_micro_batch, self.ranks
+        return split_batch(batch, limit, self._shared_row_tokens, rank=ranks.rank, ranks=ranks.size)
+
+    def check_batch(self, batch: TrainBatch) -> None:
+        """Check that the model can compute the batch.
+
         Raises FailedPreconditionError if the result would depend on the split, InvalidArgumentError for a token that
         the model does not have, and for a sequence that is longer than a micro-batch or than the model's context.
         """
@@ -105,8 +114,6 @@ class ForwardPass:
         longest = int(max(batch.lengths_B, default=0))
         self._check_sequence_length("train batch", longest)
         self._check_fits(longest)
-        limit, ranks = self.settings.max_tokens_per_micro_batch, self.ranks
-        return split_batch(batch, limit, self._shared_row_tokens, rank=ranks.rank, ranks=ranks.size)
 
     def scores(self, micro: MicroBatch, token_ids_P: Tensor) -> TokenScores:
         """Return log-probability and entropy of the trained tokens, under the truncated distribution."""

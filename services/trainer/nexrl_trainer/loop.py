@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from nexrl.activity import ActivityTracker
 from nexrl.client import TrainBatchClient
 from nexrl.errors import FailedPreconditionError, LeaseLostError, TrainingFailedError
-from nexrl.models import iter_weights
 from nexrl.run_layout import CHECKPOINT_PREFIX, checkpoint_path
 from nexrl.spec import ExperimentSpec
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import train_batch_pool_service_pb2 as pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
+from nexrl.weights.packing import Snapshot
 from nexrl.weights.publisher import WeightPublisher
 from nexrl_trainer.checkpoint import (
     CheckpointMetadata,
@@ -149,7 +149,10 @@ class TrainWorker:
         """
         with self._phase("publish", waiting_on="weight-sync"):
             async with self.weights_lock:
-                await self._publisher.publish(list(iter_weights(self.learner.model)), self.learner.step)
+                await self._publisher.publish(self._snapshot)
+
+    async def _snapshot(self, bucket_bytes: int, replaced: Snapshot | None) -> Snapshot:
+        return await self.in_torch_thread(lambda: self.learner.snapshot(bucket_bytes, replaced))
 
     async def save_checkpoint(self) -> Path:
         """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed.

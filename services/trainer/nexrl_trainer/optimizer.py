@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl_trainer.ranks import shard_of
 
-_STATE = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, algorithm: AlgorithmSpec, total_steps: int) -> float:
@@ -87,15 +88,20 @@ class MasterOptimizer:
         return tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `tensors` returned. The model's weights must be loaded before; gradients are dropped."""
+        """Load what `tensors` returned, of which each rank has the whole and takes its shards.
+
+        The model's weights must be loaded before; gradients are dropped.
+        """
         self.clear_gradients()
         self._adamw.state.clear()
         for name, parameter in self._model.named_parameters():
             master = self._masters[name]
             if master is not parameter:
-                master.detach().copy_(tensors.get(f"master.{name}", parameter.detach()))
+                saved_master = tensors.get(f"master.{name}")
+                master.detach().copy_(parameter.detach() if saved_master is None else shard_of(saved_master, master))
             if f"step.{name}" in tensors:
-                saved = {quantity: tensors[f"{quantity}.{name}"] for quantity in _STATE}
+                saved = {moment: shard_of(tensors[f"{moment}.{name}"], master) for moment in _MOMENTS}
+                saved["step"] = tensors[f"step.{name}"]
                 self._adamw.state[master] = {key: tensor.clone().to(master.device) for key, tensor in saved.items()}
 
     def _groups(self) -> list[dict[str, object]]:

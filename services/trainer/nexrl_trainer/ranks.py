@@ -5,19 +5,30 @@ rank must do the same number of passes. Here is the one place that makes the mes
 parallelism is a further dimension of it.
 """
 
+import os
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+COLLECTIVE_SECONDS = 600.0
+"""Longest time that the ranks wait for each other within a step. The end of a rank is noticed at once."""
+_COMMAND_WAIT = timedelta(days=365)
+"""Rank 0 waits for batches without limit, so the others wait for its commands as long; they end when it ends."""
 _DATA = "data"
 """The dimension of the mesh over which parameters are sharded and sequences are split."""
 _CPU = torch.device("cpu")
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,8 @@ class Ranks:
     size: int = 1
     device: torch.device = _CPU
     mesh: DeviceMesh | None = None
+    commands: dist.ProcessGroup | None = None
+    """A group of its own for `broadcast`, on CPUs: its waits have no limit, and no GPU is busy meanwhile."""
 
     def shard(self, model: PreTrainedModel) -> None:
         """Shard the model's parameters over the ranks, each decoder layer for itself. Does nothing on a single rank.
@@ -60,17 +73,40 @@ class Ranks:
         """Return the largest of the ranks' values, element by element. The given tensor may be overwritten."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
+    def of_each(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors that the ranks give, which have one shape, in the order of the ranks and on the CPU."""
+        if self.mesh is None:
+            return [tensor]
+        own = tensor.to(self.device)
+        tensors = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(tensors, own)
+        return [each.cpu() for each in tensors]
+
+    def gather(self, tensors: Mapping[KeyT, Tensor]) -> dict[KeyT, Tensor]:
+        """Return the whole tensors, on the CPU, to rank 0, and nothing to other ranks. A single rank gets `tensors`.
+
+        All ranks give their shards in the same order. A rank other than 0 holds one whole tensor at a time.
+        """
+        if self.mesh is None:
+            return dict(tensors)
+        gathered = {}
+        for key, tensor in tensors.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.rank == 0:
+                gathered[key] = whole.cpu()
+        return gathered
+
     def broadcast(self, content: bytes | None) -> bytes:
-        """Return the bytes that rank 0 gives; what other ranks give is ignored."""
+        """Return the bytes that rank 0 gives; what other ranks give is ignored. Waits for rank 0 without limit."""
         if self.mesh is None:
             return content or b""
-        size = torch.tensor([len(content or b"")], device=self.device)
-        dist.broadcast(size, src=0)
-        buffer = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        size = torch.tensor([len(content or b"")])
+        dist.broadcast(size, src=0, group=self.commands)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
         if self.rank == 0 and content:
             buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        dist.broadcast(buffer, src=0)
-        return buffer.cpu().numpy().tobytes()
+        dist.broadcast(buffer, src=0, group=self.commands)
+        return buffer.numpy().tobytes()
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.mesh is not None:
@@ -81,20 +117,28 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
-def join_ranks(rank: int, size: int, device: torch.device, rendezvous: str, timeout_seconds: float) -> Ranks:
-    """Join the ranks of a model; returns when all `size` of them have joined. `device` is the one of this rank.
+def join_ranks(rank: int, size: int, device: torch.device, store: Store) -> Ranks:
+    """Join the ranks of a model, on one machine; returns when all `size` of them have joined.
 
-    `rendezvous` is a URL of torch.distributed, such as tcp://HOST:PORT of rank 0. Ranks communicate by NCCL on CUDA
-    and by Gloo on CPUs.
+    `device` is the one of this rank. Ranks find each other in `store`. They communicate by NCCL on CUDA and by Gloo on
+    CPUs.
     """
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=rendezvous,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-    return Ranks(rank, size, device, init_device_mesh(device.type, (size,), mesh_dim_names=(_DATA,)))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # weight sync names its interface itself
+    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(_DATA,))
+    return Ranks(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=_COMMAND_WAIT))
+
+
+def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of a whole tensor, sharded as `like` is; the tensor itself if `like` is whole.
+
+    All ranks have the whole tensor, so they do not communicate.
+    """
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -3,20 +3,14 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import BatchClient, TrainBatchClient
-from nexrl.device import choose_device, idle_gpu_warning
-from nexrl.models import build_model
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.run_layout import TRAJECTORIES_FOLDER, checkpoints_path
 from nexrl.spec import ExperimentSpec
@@ -29,15 +23,14 @@ from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
-from nexrl_trainer.forward import ForwardPass, ForwardSettings
-from nexrl_trainer.layers import LayerSettings
+from nexrl_trainer.build import build_learner, device_of, learner_warnings, prepare_torch, reference_logprobs
+from nexrl_trainer.gang import start_gang
+from nexrl_trainer.leader import Leader
 from nexrl_trainer.loop import Checkpoints, TrainWorker
-from nexrl_trainer.processor import AlgorithmProcessor, Forward, build_processor
+from nexrl_trainer.processor import AlgorithmProcessor, build_processor
 from nexrl_trainer.service import TrainerServicer
-from nexrl_trainer.step import Learner, LearnerSettings, MockLearner
+from nexrl_trainer.step import Learner
 from nexrl_trainer.uploads import STOP_SECONDS, Uploads
-
-_DEVICE = "trainer.device"
 
 
 def main() -> None:
@@ -48,10 +41,8 @@ def main() -> None:
 async def start(process: ServiceProcess) -> None:
     """Build the model, connect it to the other services, and start training in the background."""
     spec = process.experiment.spec
-    torch.set_num_threads(spec.trainer.threads)
-    torch.manual_seed(spec.trainer.seed)
-    transformers_logging.disable_progress_bar()  # no terminal shows it, and its lock would start another process
-    learner = await asyncio.to_thread(build_learner, spec, process.experiment.folder)
+    prepare_torch(spec)
+    learner = await (_lead(process) if spec.trainer.processes_per_replica > 1 else _learn(process))
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
         WeightSyncServiceStub(process.connect(process.settings.weight_sync)),
@@ -77,8 +68,22 @@ async def start(process: ServiceProcess) -> None:
     if spec.algorithm.processor != "external":
         batches = BatchClient(pool, model_tag=spec.model.tag, worker_id=process.settings.instance)
         process.spawn(_process_batches(worker, _algorithm_processor(process, worker, batches)))
-    process.spawn(report_warnings(process.activity, _warnings(learner)))
+    process.spawn(report_warnings(process.activity, learner_warnings(learner)))
     await process.set_ready()
+
+
+async def _learn(process: ServiceProcess) -> Learner:
+    return await asyncio.to_thread(build_learner, process.experiment.spec, process.experiment.folder)
+
+
+async def _lead(process: ServiceProcess) -> Learner:
+    """Start the other ranks, and build the learner of rank 0."""
+    spec = process.experiment.spec
+    gang = await start_gang(spec.trainer.processes_per_replica, process.settings.instance)
+    process.on_close(gang.end)
+    process.spawn(gang.watch())
+    ranks = await asyncio.to_thread(gang.join, device_of(spec))
+    return await asyncio.to_thread(build_learner, spec, process.experiment.folder, ranks, Leader)
 
 
 async def report_warnings(activity: ActivityTracker, warnings: Sequence[str]) -> None:
@@ -112,53 +117,6 @@ def _algorithm_processor(process: ServiceProcess, worker: TrainWorker, client: B
     trajectories = process.settings.run_dir / TRAJECTORIES_FOLDER
     trajectories.mkdir(exist_ok=True)
     return AlgorithmProcessor(processor, client, process.activity, trajectories, reference)
-
-
-def build_learner(spec: ExperimentSpec, folder: Path = Path()) -> Learner:
-    """Build the model with its initial weights, and its optimizer. A loss of the user is looked up in `folder`."""
-    learner = MockLearner if spec.trainer.backend == "mock" else Learner
-    layers = LayerSettings(spec.trainer.activation_checkpointing, spec.trainer.compile)
-    settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder, layers)
-    return learner(_initial_model(spec), settings)
-
-
-def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward:
-    """Return a function for log-probabilities under the initial weights.
-
-    Its first call builds the model, because most losses never need it. `shares_prompts` is what the checks of the
-    learner's model have found: the architecture is the same, so they are not repeated.
-    """
-
-    @cache
-    def reference() -> ForwardPass:
-        model = _initial_model(spec).requires_grad_(requires_grad=False)
-        return ForwardPass(model, _forward_settings(spec), shares_prompts=shares_prompts)
-
-    return lambda batch: reference().logprobs(batch)
-
-
-def _initial_model(spec: ExperimentSpec) -> PreTrainedModel:
-    """Build the model with its initial weights, on the trainer's device."""
-    device: Any = choose_device(_DEVICE, spec.trainer.device)  # transformers has no type for the argument of `to`
-    model: PreTrainedModel = build_model(spec.model, spec.model.seed).to(device)
-    return model
-
-
-def _warnings(learner: Learner) -> list[str]:
-    """Return what is right and slower than it could be."""
-    idle_gpu = "" if isinstance(learner, MockLearner) else idle_gpu_warning(_DEVICE, learner.model.device)
-    return [*learner.forward_pass.warnings, *filter(None, [idle_gpu])]
-
-
-def _forward_settings(spec: ExperimentSpec) -> ForwardSettings:
-    rollout = spec.rollout
-    return ForwardSettings(
-        rollout.temperature,
-        spec.trainer.max_tokens_per_micro_batch,
-        spec.inference.max_tokens_per_row,
-        rollout.top_p,
-        rollout.top_k,
-    )
 
 
 def run_checkpoints(run_dir: Path, spec: ExperimentSpec) -> Checkpoints:

@@ -5,6 +5,7 @@ Suffixes: _N tokens of a batch, _P trained tokens of a micro-batch, _B sequences
 Training repeats bit for bit on a CPU with a fixed number of threads: nothing here draws a random number.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from transformers import PreTrainedModel
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
+from nexrl.models import iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation
 from nexrl.train_batch import TrainBatch
+from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import Objective, ObjectiveTerms, log_ratio
 from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
-from nexrl_trainer.ranks import ONE_RANK, Ranks
+from nexrl_trainer.ranks import ONE_RANK, Ranks, shard_of
 
+_RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 _OVER_TOKENS = ("entropy", "reference_kl", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl", "clip_fraction")
 
 
@@ -84,6 +88,14 @@ class StepMetrics(LossMetrics, OptimizerMetrics):
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
+@dataclass(frozen=True)
+class LearnerState:
+    """Everything needed to continue bit for bit: `weights` by the model's own names, and optimizer and random state."""
+
+    weights: Mapping[str, Tensor]
+    training: Mapping[str, Tensor]
+
+
 class Learner:
     """Trains a model. `step` is the number of updates done, which is the version of the policy that it holds.
 
@@ -91,13 +103,15 @@ class Learner:
 
     Of several `ranks`, each has a learner, built of the same model, and calls the same methods with the same batches.
     They return the same on all ranks, and what they would return on a single rank, up to rounding. If a method raises
-    on one rank only, as in code of the user, the other ranks may wait for that rank: end their processes, too.
+    on one rank only, as in code of the user, the other ranks may wait for that rank: end their processes, too. See
+    `leader.py`.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LearnerSettings, ranks: Ranks = ONE_RANK) -> None:
         self.model = model
         self.settings = settings
         self.step = 0
+        self.ranks = ranks
         self.forward_pass = ForwardPass(model, settings.forward, ranks=ranks)
         set_up_layers(model, settings.layers)
         ranks.shard(model)
@@ -109,7 +123,7 @@ class Learner:
         try:
             loss = self.forward_backward(batch)
         except TrainingFailedError:
-            self.optimizer.clear_gradients()  # the batch is tried again, on top of nothing
+            self.clear_gradients()  # the batch is tried again, on top of nothing
             raise
         return StepMetrics(**asdict(self.optimizer_step()), **asdict(loss))
 
@@ -128,16 +142,14 @@ class Learner:
         """
         objective = Objective(algorithm, self.settings.folder) if algorithm else self._objective
         algorithm = objective.algorithm
-        if algorithm.kl_coefficient and batch.reference_logprobs_N is None:
-            raise InvalidArgumentError("train batch: reference_logprobs_N: needed, since klCoefficient is not 0")
+        _check_reference(batch, algorithm)
         constant_tokens = algorithm.constant_tokens if isinstance(algorithm, ConstantAggregation) else None
         weights_N = token_weights(batch, algorithm.aggregation, denominator, constant_tokens=constant_tokens)
-        ranks = self.forward_pass.ranks
         totals = _LossTotals(self.model.device)
         for micro in self.forward_pass.micro_batches(batch):
             self._backward(batch, micro, weights_N, objective, totals)
-        metrics = totals.metrics(batch, ranks)
-        objective.check_step(metrics.loss, ranks)
+        metrics = totals.metrics(batch, self.ranks)
+        objective.check_step(metrics.loss, self.ranks)
         return metrics
 
     def optimizer_step(self) -> OptimizerMetrics:
@@ -155,6 +167,50 @@ class Learner:
         self.optimizer.update(lr)
         self.step += 1
         return OptimizerMetrics(step=self.step, lr=lr, grad_norm=grad_norm)
+
+    def clear_gradients(self) -> None:
+        """Drop the accumulated gradient."""
+        self.optimizer.clear_gradients()
+
+    def check_batch(self, batch: TrainBatch) -> None:
+        """Raise what `forward_backward` raises for a batch that it cannot train, before it computes anything."""
+        self.forward_pass.check_batch(batch)
+        _check_reference(batch, self.settings.algorithm)
+
+    def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None) -> Snapshot:
+        """Return a packed copy of the weights (`nexrl.weights.packing.snapshot`)."""
+        return snapshot(
+            iter_weights(self.model), policy_version=self.step, bucket_bytes=bucket_bytes, replaced=replaced
+        )
+
+    def state(self) -> LearnerState:
+        """Return the state that a checkpoint contains. Of several ranks, rank 0 gets it, and the others take part."""
+        tensors = self.model.state_dict(keep_vars=True)
+        # A tied weight has several names. It is gathered once, and stays one tensor.
+        whole = self.ranks.gather({id(tensor): tensor.detach() for tensor in tensors.values()})
+        randoms = {
+            _name_at(name, rank): tensor
+            for name, own in _random_state(self.model.device).items()
+            for rank, tensor in enumerate(self.ranks.of_each(own))
+        }
+        training = self.ranks.gather(self.optimizer.tensors())
+        weights = {name: whole[id(tensor)] for name, tensor in tensors.items() if id(tensor) in whole}
+        return LearnerState(weights, {**randoms, **training})
+
+    def restore(self, state: LearnerState, step: int, path: Path) -> None:
+        """Load what `state` returned, on any number of ranks, after `step` updates. `path`: the checkpoint it is from.
+
+        Each rank has the whole state, and takes its shards.
+        """
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: shard_of(tensor, own[name]) for name, tensor in state.weights.items()})
+        for name, set_state in _random_setters(self.model.device).items():
+            # A rank that the checkpoint does not know continues as rank 0.
+            found = state.training.get(_name_at(name, self.ranks.rank), state.training.get(name))
+            if found is not None:
+                set_state(found)
+        self.optimizer.load_tensors(state.training)
+        self.step = step
 
     def _backward(
         self,
@@ -239,6 +295,28 @@ class _LossTotals:
             token_count=tokens,
             sequence_count=sequences,
         )
+
+
+def _check_reference(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
+    if algorithm.kl_coefficient and batch.reference_logprobs_N is None:
+        raise InvalidArgumentError("train batch: reference_logprobs_N: needed, since klCoefficient is not 0")
+
+
+def _name_at(name: str, rank: int) -> str:
+    """Return the name of a rank's own tensor in a checkpoint; that of rank 0 is the one of a single rank."""
+    return f"{name}.{rank}" if rank else name
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {_RNG: torch.get_rng_state()}
+    return state | {_CUDA_RNG: torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def _random_setters(device: torch.device) -> dict[str, Callable[[Tensor], None]]:
+    setters: dict[str, Callable[[Tensor], None]] = {_RNG: torch.set_rng_state}
+    if device.type == "cuda":
+        setters[_CUDA_RNG] = lambda state: torch.cuda.set_rng_state(state, device)
+    return setters
 
 
 def _no_loss(sequence_count: int) -> LossMetrics:

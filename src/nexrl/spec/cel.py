@@ -27,6 +27,12 @@ RULES: Sequence[Rule] = (
         "batchSize must be a multiple of groupSize",
     ),
     Rule(
+        "trainer",
+        "processesPerReplica",
+        "self.processesPerReplica == 1 || self.backend != 'mock'",
+        "trainer.backend mock computes nothing that processes could share; use 1",
+    ),
+    Rule(
         "validation",
         "samplesPerTask",
         "self.samplesPerTask == 1 || self.temperature > 0.0",

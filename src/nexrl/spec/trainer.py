@@ -2,10 +2,10 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from nexrl.spec.cluster import Template
-from nexrl.spec.section import Count, CountOrZero, Device, Location, Section, Seed, written_out
+from nexrl.spec.section import Count, CountOrZero, Device, Location, Section, Seed, refuse, written_out
 from nexrl.spec.variants import VariantSection
 
 
@@ -19,7 +19,14 @@ class TrainerSpec(Section):
     steps: CountOrZero = Field(
         description="Optimizer updates after which training is finished; 0 = no limit, the Trainer RPCs decide."
     )
-    replicas: int = Field(default=1, ge=1, le=1, description="Trainer processes; only one is supported.")
+    replicas: int = Field(default=1, ge=1, le=1, description="Machines, or pods, that train; only one is supported.")
+    processes_per_replica: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that train one model together: each holds a shard of it, on a GPU of its own, or on the "
+        "CPU. The result is that of one process, up to rounding.",
+    )
     max_tokens_per_micro_batch: Count = Field(
         default=8192, description="Tokens of one forward and backward pass; the result does not depend on it."
     )
@@ -33,9 +40,23 @@ class TrainerSpec(Section):
     device: Device = Field(
         default="auto", description="What PyTorch computes on; auto: one CUDA GPU if there is one, otherwise the CPU."
     )
-    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of PyTorch.")
+    threads: int = Field(
+        default=1, ge=1, le=1024, description="CPU threads of PyTorch, shared out among the processes of a replica."
+    )
     seed: Seed = Field(default=0, description="Seed of everything that is random in training.")
     template: Template = None
+
+    @property
+    def threads_per_process(self) -> int:
+        """The share of each process in `threads`, at least one."""
+        return max(1, self.threads // self.processes_per_replica)
+
+    @field_validator("processes_per_replica")
+    @classmethod
+    def _computes(cls, processes: int, info: ValidationInfo) -> int:
+        if processes > 1 and info.data.get("backend") == "mock":
+            raise refuse("trainer.backend mock computes nothing that processes could share; use 1")
+        return processes
 
 
 class CheckpointSpec(Section):

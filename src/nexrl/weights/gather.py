@@ -1,13 +1,28 @@
 """Gathers the packed buckets of a module that is sharded over several trainer ranks (FSDP2), one after the other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nexrl.weights.manifest import Manifest, buckets
-from nexrl.weights.packing import allocate_bucket, pack
+from nexrl.weights.packing import Snapshot, allocate_bucket, digest, layout_of, pack
+
+
+def gathered_snapshot(
+    named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, bucket_bytes: int, is_sender: bool
+) -> Snapshot | None:
+    """Return on the sender what `packing.snapshot` returns of tensors that are not sharded, and None on other ranks.
+
+    All ranks of the tensors' mesh must call this with the same arguments.
+    """
+    tensors = dict(named_tensors)
+    layout = layout_of(tensors.items(), policy_version=policy_version, bucket_bytes=bucket_bytes)
+    gathered = gathered_buckets(layout, tensors, is_sender=is_sender)
+    buffers = tuple(buffer for buffer in gathered if buffer is not None)
+    return Snapshot(replace(layout, digest=digest(layout, buffers)), buffers) if is_sender else None
 
 
 def gathered_buckets(layout: Manifest, tensors: Mapping[str, Tensor], *, is_sender: bool) -> Iterator[Tensor | None]:

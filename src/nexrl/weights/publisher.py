@@ -3,17 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from nexrl.errors import LeaseLostError, NexrlError, NotFoundError, UnavailableError
 from nexrl.rpc.client import call, is_passing, new_request_id, watch
 from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.weights.manifest_proto import manifest_to_wire
-from nexrl.weights.packing import Snapshot, snapshot
+from nexrl.weights.packing import Snapshot
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.rendezvous_proto import rendezvous_from_wire
@@ -31,6 +29,10 @@ FIRST_BACKOFF_SECONDS = 0.05
 REPUBLISH_SECONDS = 1.0
 CATCH_UP_SECONDS = 10.0
 """Time for a replica to read the committed version from the shared folder, before it is broadcast again to all."""
+
+
+TakeSnapshot: TypeAlias = Callable[[int, Snapshot | None], Awaitable[Snapshot]]
+"""Returns a packed copy of the weights in buckets of so many bytes. It may reuse the memory of the given copy."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,11 @@ class WeightPublisher:
         self._unshared: Snapshot | None = None
         self._has_unshared = asyncio.Event()
 
-    async def publish(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> Publication:
-        """Publish `policy_version`. Returns when at least one replica serves it.
+    async def publish(self, take: TakeSnapshot) -> Publication:
+        """Publish the policy version that `take` returns. Returns when at least one replica serves it.
 
-        Waits without limit for a replica, and for the end of a validation. The tensors must not change before it
-        returns. Raises UnavailableError after MAX_ATTEMPTS failed transfers.
+        Waits without limit for a replica, and for the end of a validation. Raises UnavailableError after MAX_ATTEMPTS
+        failed transfers.
         """
         began = time.monotonic()
         async with self._one_at_a_time:
@@ -92,18 +94,12 @@ class WeightPublisher:
             replaced = self._snapshot if self._published is None else None
             if replaced is not None:
                 self._snapshot = None
-            packed = await asyncio.to_thread(
-                snapshot,
-                named_tensors,
-                policy_version=policy_version,
-                bucket_bytes=self._bucket_bytes,
-                replaced=replaced,
-            )
-            self._snapshot = packed
+            self._snapshot = packed = await take(self._bucket_bytes, replaced)
             committed_version, attempts = await self._publish(packed)
             self.newest_version = None
         seconds = time.monotonic() - began
-        return Publication(policy_version, committed_version, packed.manifest.nbytes, attempts, seconds)
+        manifest = packed.manifest
+        return Publication(manifest.policy_version, committed_version, manifest.nbytes, attempts, seconds)
 
     async def keep_replicas_current(self) -> None:
         """Follow the replicas until the task is cancelled. Run it in the background of the training loop.

@@ -33,7 +33,7 @@ class Sender:
     def __init__(self, host: str) -> None:
         """`host` is the address at which replicas reach this machine. Raises FailedPreconditionError if it is not."""
         self.host = host
-        self._store = _listening_store(host)
+        self._store = listening_store(host)
         self._group: Group | None = None
 
     @property
@@ -50,7 +50,7 @@ class Sender:
         """Return the group of the epoch: the open one, or a new one that joins at its first use."""
         if self._group is None or self.open_epoch != rendezvous.epoch:
             self.close_group()
-            self._group = Group(rendezvous, lambda: (_clone(self._store), self.host))
+            self._group = Group(rendezvous, lambda: (cloned(self._store), self.host))
         return self._group
 
     def close_group(self) -> None:
@@ -130,7 +130,7 @@ class Group:
         self._wake.set()
         if self._rendezvous.rank == TRAINER_RANK and self._store is not None and self._process_group is None:
             # A clone, because the call that waits for the verdict blocks the connection itself.
-            self._keys(_clone(self._store)).compare_set("verdict", "", _ABORTED)
+            self._keys(cloned(self._store)).compare_set("verdict", "", _ABORTED)
         self._process_group = None
 
     def _join(self) -> None:
@@ -184,8 +184,8 @@ class Group:
             raise
 
 
-def _clone(store: TCPStore) -> TCPStore:
-    """Return another connection to the same store."""
+def cloned(store: TCPStore) -> TCPStore:
+    """Return another connection to the same store: a call that waits blocks its connection for other threads."""
     clone: TCPStore = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     return clone
 
@@ -210,11 +210,12 @@ def _abandon(process_group: Any, work: Any) -> None:
     threading.Thread(target=outlive, name="abandoned-broadcast", daemon=True).start()
 
 
-def _listening_store(host: str) -> TCPStore:
+def listening_store(host: str) -> TCPStore:
+    """Return a TCP store that listens at a free port of `host`. Raises FailedPreconditionError if it cannot."""
     try:
         listener = socket.create_server((host, 0), backlog=_BACKLOG)
     except OSError as error:
-        raise FailedPreconditionError(f"weights: cannot listen at {host}: {error.strerror or error}") from None
+        raise FailedPreconditionError(f"process group: cannot listen at {host}: {error.strerror or error}") from None
     port = listener.getsockname()[1]
     return TCPStore(
         host,

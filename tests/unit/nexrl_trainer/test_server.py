@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from nexrl.models import build_model, iter_weights
 from nexrl.spec import ExperimentSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
-from nexrl_trainer import server
+from nexrl_trainer import build, server
+from nexrl_trainer.build import build_learner, reference_logprobs
 from nexrl_trainer.forward import ForwardPass
-from nexrl_trainer.server import build_learner, reference_logprobs, run_checkpoints
+from nexrl_trainer.server import run_checkpoints
 from nexrl_trainer.step import Learner, LossMetrics, MockLearner, _LossTotals
 from tests.support.eventually import eventually
 from tests.support.families import FAMILIES_BY_TYPE
@@ -53,11 +54,11 @@ def test_the_backend_decides_who_learns() -> None:
 def test_the_initial_model_is_built_when_its_logprobs_are_first_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[object] = []
 
-    def build(*arguments: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         built.append(build_model(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(server, "build_model", build)
+    monkeypatch.setattr(build, "build_model", counted)
     reference = reference_logprobs(spec(), shares_prompts=True)
     assert built == []
     batch = TrainBatch.pack([TrainSequence([4, 5], [False, True], [0.0, -1.0], 1.0)])
@@ -114,7 +115,7 @@ def test_policy_reference_model_batches_and_optimizer_are_on_the_device_of_the_e
         asked.append(f"{field}={name}")
         return torch.device("meta")
 
-    monkeypatch.setattr(server, "choose_device", choose)
+    monkeypatch.setattr(build, "choose_device", choose)
     experiment = spec(trainer={"steps": 10, "device": "cuda"}, model=BFLOAT16, algorithm={"klCoefficient": 0.1})
     batch = TrainBatch.pack(
         [TrainSequence([4, 5, own], [False, True, True], [0.0, -1.0, -1.0], 1.0, [0.0, -1.0, -1.0]) for own in (4, 5)]
@@ -134,7 +135,7 @@ def test_policy_reference_model_batches_and_optimizer_are_on_the_device_of_the_e
 async def test_a_trainer_on_the_cpu_of_a_machine_with_a_gpu_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "idle_gpu_warning", lambda field, device: f"{field}: {device}, beside a GPU")
+    monkeypatch.setattr(build, "idle_gpu_warning", lambda field, device: f"{field}: {device}, beside a GPU")
 
     async def warnings() -> list[str]:
         return [record.message for record in caplog.records if record.levelno == logging.WARNING]

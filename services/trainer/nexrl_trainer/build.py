@@ -1,0 +1,91 @@
+"""Builds what computes, from the experiment: the same on all ranks of a trainer."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from nexrl.device import choose_device, idle_gpu_warning
+from nexrl.errors import FailedPreconditionError
+from nexrl.models import build_model
+from nexrl.spec import ExperimentSpec
+from nexrl_trainer.forward import ForwardPass, ForwardSettings
+from nexrl_trainer.layers import LayerSettings
+from nexrl_trainer.processor import Forward
+from nexrl_trainer.ranks import ONE_RANK, Ranks
+from nexrl_trainer.step import Learner, LearnerSettings, MockLearner
+
+_DEVICE = "trainer.device"
+
+
+def prepare_torch(spec: ExperimentSpec) -> None:
+    """Set what PyTorch and transformers have one of in a process."""
+    torch.set_num_threads(spec.trainer.threads_per_process)
+    torch.manual_seed(spec.trainer.seed)
+    transformers_logging.disable_progress_bar()  # no terminal shows it, and its lock would start another process
+
+
+def device_of(spec: ExperimentSpec, rank: int = 0) -> torch.device:
+    """Return the device of a rank. Raises FailedPreconditionError if there is none for it."""
+    device, processes = choose_device(_DEVICE, spec.trainer.device), spec.trainer.processes_per_replica
+    if device.type == "cpu" or processes == 1:
+        return device
+    if processes > torch.cuda.device_count():
+        raise FailedPreconditionError(
+            f"trainer.processesPerReplica: {processes}, but there are {torch.cuda.device_count()} CUDA devices; set at "
+            "most so many, or trainer.device cpu"
+        )
+    return torch.device("cuda", rank)
+
+
+def build_learner(
+    spec: ExperimentSpec, folder: Path = Path(), ranks: Ranks = ONE_RANK, kind: type[Learner] = Learner
+) -> Learner:
+    """Build the model with its initial weights, and its optimizer. A loss of the user is looked up in `folder`."""
+    kind = MockLearner if spec.trainer.backend == "mock" else kind
+    layers = LayerSettings(spec.trainer.activation_checkpointing, spec.trainer.compile)
+    settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder, layers)
+    return kind(_initial_model(spec, ranks.rank), settings, ranks)
+
+
+def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward:
+    """Return a function for log-probabilities under the initial weights.
+
+    Its first call builds the model, because most losses never need it. `shares_prompts` is what the checks of the
+    learner's model have found: the architecture is the same, so they are not repeated.
+    """
+
+    @cache
+    def reference() -> ForwardPass:
+        model = _initial_model(spec).requires_grad_(requires_grad=False)
+        return ForwardPass(model, _forward_settings(spec), shares_prompts=shares_prompts)
+
+    return lambda batch: reference().logprobs(batch)
+
+
+def learner_warnings(learner: Learner) -> Sequence[str]:
+    """Return what is right and slower than it could be."""
+    idle_gpu = "" if isinstance(learner, MockLearner) else idle_gpu_warning(_DEVICE, learner.model.device)
+    return [*learner.forward_pass.warnings, *filter(None, [idle_gpu])]
+
+
+def _initial_model(spec: ExperimentSpec, rank: int = 0) -> PreTrainedModel:
+    """Build the model with its initial weights, on the device of the rank."""
+    device: Any = device_of(spec, rank)  # transformers has no type for the argument of `to`
+    model: PreTrainedModel = build_model(spec.model, spec.model.seed).to(device)
+    return model
+
+
+def _forward_settings(spec: ExperimentSpec) -> ForwardSettings:
+    rollout = spec.rollout
+    return ForwardSettings(
+        rollout.temperature,
+        spec.trainer.max_tokens_per_micro_batch,
+        spec.inference.max_tokens_per_row,
+        rollout.top_p,
+        rollout.top_k,
+    )

@@ -1,0 +1,78 @@
+"""The process of a rank of a trainer other than rank 0, which starts it (`gang.py`)."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from nexrl.errors import NexrlError
+from nexrl.json_logging import configure_logging
+from nexrl.log_files import log_path
+from nexrl.malloc import keep_freed_memory
+from nexrl.settings import Settings, load_settings
+from nexrl.spec import ExperimentSpec, load_resolved
+from nexrl_trainer.build import build_learner, device_of, prepare_torch
+from nexrl_trainer.gang import LOOPBACK, RANK, RENDEZVOUS_PORT, SIZE, reason_key
+from nexrl_trainer.leader import follow
+from nexrl_trainer.ranks import COLLECTIVE_SECONDS, join_ranks
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Join rank 0, and do what it says until it kills this process. Exits with the exit code of an error."""
+    rank, size, port = (int(os.environ[name]) for name in (RANK, SIZE, RENDEZVOUS_PORT))
+    _pass_on_sigterm()
+    keep_freed_memory()
+    store = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    code = 1
+    try:
+        _serve(rank, size, store, load_settings())
+    except NexrlError as error:
+        log.critical("%s", error)
+        store.set(reason_key(rank), str(error))
+        code = error.exit_code
+    except Exception as error:
+        log.critical("crashed", exc_info=True)
+        store.set(reason_key(rank), f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch and Gloo must not delay the end
+
+
+def _serve(rank: int, size: int, store: TCPStore, settings: Settings) -> None:
+    experiment = load_resolved(settings.experiment_file)
+    kept_in = log_path(settings.run_dir, settings.instance) if settings.keeps_log else None
+    configure_logging(experiment.metadata.name, settings.instance, settings.log_level, kept_in)
+    spec = experiment.spec
+    prepare_torch(spec)
+    ranks = join_ranks(rank, size, _own_device(spec, rank), store)
+    follow(build_learner(spec, experiment.folder, ranks))
+
+
+def _own_device(spec: ExperimentSpec, rank: int) -> torch.device:
+    device = device_of(spec, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _pass_on_sigterm() -> None:
+    """Have SIGTERM, which is blocked here, end the whole trainer with a checkpoint, as if rank 0 had received it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches rank 0, too
+
+    def wait() -> None:
+        while True:
+            signal.sigwait([signal.SIGTERM])
+            os.kill(os.getppid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

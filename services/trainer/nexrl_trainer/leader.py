@@ -1,0 +1,156 @@
+"""The learner of rank 0, which has the other ranks do what it does; and what they do when it tells them.
+
+Before each of its methods that communicates, rank 0 broadcasts a RankCommand. Then all ranks call that method.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, TrainingFailedError
+from nexrl.models import iter_weights
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.train_batch import TrainBatch
+from nexrl.train_batch_proto import decode_train_batch, encode_train_batch
+from nexrl.v1 import rank_command_pb2 as pb
+from nexrl.weights.gather import gathered_snapshot
+from nexrl.weights.packing import Snapshot
+from nexrl_trainer.checkpoint import load_checkpoint
+from nexrl_trainer.step import Learner, LearnerState, LossMetrics, OptimizerMetrics
+
+NOTICE_SECONDS = 5.0
+"""Time in which rank 0's main thread notices that another rank's process has ended, and ends them all."""
+
+
+class Leader(Learner):
+    """The learner of rank 0 of several. All calls must be made in one thread: their order is that of all ranks.
+
+    After a call that may have left the ranks at different places, as when code of the user raises on one of them, every
+    further call raises FailedPreconditionError. The processes must then end.
+    """
+
+    _broken_by = ""
+
+    def forward(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """As on a single rank."""
+        self.forward_pass.check_batch(batch)
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_FORWARD, tensors=encode_train_batch(batch))):
+            return super().forward(batch)
+
+    def forward_backward(
+        self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
+    ) -> LossMetrics:
+        """As on a single rank, with the algorithm of the settings. A batch that is refused reaches no other rank."""
+        if algorithm is not None or denominator is not None:
+            raise InvalidArgumentError("forward_backward: algorithm, denominator: possible on a single rank only")
+        self.check_batch(batch)
+        command = pb.RankCommand(verb=pb.RankCommand.VERB_FORWARD_BACKWARD, tensors=encode_train_batch(batch))
+        with self._together(command):
+            return super().forward_backward(batch)
+
+    def clear_gradients(self) -> None:
+        """As on a single rank."""
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_CLEAR_GRADIENTS)):
+            super().clear_gradients()
+
+    def optimizer_step(self) -> OptimizerMetrics:
+        """As on a single rank."""
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_OPTIMIZER_STEP)):
+            return super().optimizer_step()
+
+    def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None) -> Snapshot:
+        """As on a single rank. The memory of `replaced` is not used again."""
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_GATHER_WEIGHTS, bucket_bytes=bucket_bytes)):
+            gathered = _gather_weights(self, bucket_bytes)
+            assert gathered is not None
+            return gathered
+
+    def state(self) -> LearnerState:
+        """As on a single rank."""
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_GATHER_STATE)):
+            return super().state()
+
+    def restore(self, state: LearnerState, step: int, path: Path) -> None:
+        """As on a single rank. The other ranks read the checkpoint at `path`."""
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_RESTORE, checkpoint=str(path))):
+            super().restore(state, step, path)
+
+    @contextmanager
+    def _together(self, command: pb.RankCommand) -> Iterator[None]:
+        """Have the other ranks do the same as the block."""
+        if self._broken_by:
+            raise FailedPreconditionError(f"the ranks are no longer at the same place, after: {self._broken_by}")
+        try:
+            with others_first():
+                self.ranks.broadcast(command.SerializeToString())
+                yield
+        except BaseException as error:
+            if not _is_of_all_ranks(error):
+                self._broken_by = f"{type(error).__name__}: {error}"
+            raise
+
+
+def follow(learner: Learner) -> None:
+    """Do what rank 0 says, until this process is ended. `learner` is that of another rank.
+
+    Raises what the learner raises, unless all ranks raise it.
+    """
+    while True:
+        with others_first():
+            _obey(learner, pb.RankCommand.FromString(learner.ranks.broadcast(None)))
+
+
+def _obey(learner: Learner, command: pb.RankCommand) -> None:
+    try:
+        _call(learner, command)
+    except TrainingFailedError as error:
+        if not _is_of_all_ranks(error):
+            raise
+
+
+def _call(learner: Learner, command: pb.RankCommand) -> None:
+    match command.verb:
+        case pb.RankCommand.VERB_FORWARD:
+            learner.forward(decode_train_batch(command.tensors))
+        case pb.RankCommand.VERB_FORWARD_BACKWARD:
+            learner.forward_backward(decode_train_batch(command.tensors))
+        case pb.RankCommand.VERB_CLEAR_GRADIENTS:
+            learner.clear_gradients()
+        case pb.RankCommand.VERB_OPTIMIZER_STEP:
+            learner.optimizer_step()
+        case pb.RankCommand.VERB_GATHER_WEIGHTS:
+            _gather_weights(learner, command.bucket_bytes)
+        case pb.RankCommand.VERB_GATHER_STATE:
+            learner.state()
+        case pb.RankCommand.VERB_RESTORE:
+            load_checkpoint(Path(command.checkpoint), learner)
+        case unknown:
+            raise AssertionError(f"rank 0 runs another version of NexRL: it sent verb {unknown}")
+
+
+def _gather_weights(learner: Learner, bucket_bytes: int) -> Snapshot | None:
+    return gathered_snapshot(
+        iter_weights(learner.model),
+        policy_version=learner.step,
+        bucket_bytes=bucket_bytes,
+        is_sender=learner.ranks.rank == 0,
+    )
+
+
+def _is_of_all_ranks(error: BaseException) -> bool:
+    """True for a loss or gradient that is not finite: all ranks find it. Code of the user may raise on one rank."""
+    return isinstance(error, TrainingFailedError) and error.__cause__ is None
+
+
+@contextmanager
+def others_first() -> Iterator[None]:
+    """An error of a collective is mostly the end of another rank. Give rank 0 the time to end this process for that."""
+    try:
+        yield
+    except RuntimeError:
+        time.sleep(NOTICE_SECONDS)
+        raise
