@@ -123,6 +123,7 @@ def test_a_step_that_is_made_again_replaces_its_copy_and_a_cut_short_replacement
     failing.left = 2
     with pytest.raises(UnavailableError):
         StoredCheckpoints(failing, KEEP).put(again)
+    assert f"global_step_1/{CHECKPOINT_MARKER}" not in s3.names("lab/test/checkpoints")
     assert StoredCheckpoints(stored(s3), KEEP).fetch_newest(tmp_path / "new") is None
     StoredCheckpoints(stored(s3), KEEP).put(again)
     fetched = StoredCheckpoints(stored(s3), KEEP).fetch_newest(tmp_path / "new")

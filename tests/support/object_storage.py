@@ -36,7 +36,7 @@ class S3Server:
         """Start the server, and wait until it answers."""
         rclone = Path(sys.executable).with_name("rclone")
         keys, address = f"{KEY},{SECRET}", self.endpoint.removeprefix("http://")
-        command = [rclone, "serve", "s3", "--auth-key", keys, "--addr", address, self.bucket.parent]
+        command = [str(rclone), "serve", "s3", "--auth-key", keys, "--addr", address, str(self.bucket.parent)]
         self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
