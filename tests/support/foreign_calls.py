@@ -88,7 +88,8 @@ def written(folder: Path, name: str, content: Mapping[str, str]) -> Tls:
     folder.mkdir()
     for part, text in content.items():
         (folder / FILES[part]).write_text(text)
-    return Tls(name=name, **{"ca": folder / FILES["ca"], **{part: folder / FILES[part] for part in content}})
+    paths = {part: folder / FILES[part] for part in content}
+    return Tls(paths["ca"], name, paths.get("certificate"), paths.get("key"), paths.get("token"))
 
 
 async def answers_at(addresses: Mapping[str, str], tls: Tls) -> dict[str, dict[str, set[str]]]:
@@ -103,7 +104,8 @@ async def answers_at(addresses: Mapping[str, str], tls: Tls) -> dict[str, dict[s
 
 async def main() -> None:
     """Call `addresses` of the experiment `name` as each of `callers`, and print what each is answered."""
-    asked, found = json.load(sys.stdin), {}
+    asked = json.load(sys.stdin)
+    found: dict[str, dict[str, dict[str, set[str]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for caller, content in asked["callers"].items():
             found[caller] = await answers_at(asked["addresses"], written(Path(folder, caller), asked["name"], content))
