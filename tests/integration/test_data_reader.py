@@ -171,9 +171,10 @@ async def test_a_data_factory_that_does_not_return_is_named_to_the_controller_wi
     tmp_path: Path, redis_url: str, experiment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets, "SLOW_SECONDS", 0.1)
+    nobody = {"weight_sync": "127.0.0.1:1", "trajectory_pool": "127.0.0.1:1"}
     experiment = of_the_user(tmp_path, experiment_name, "import threading; threading.Event().wait(5)")
     async with (
-        running_service(tmp_path, controller.start, experiment, redis_url=redis_url) as told,
+        running_service(tmp_path, controller.start, experiment, redis_url=redis_url, **nobody) as told,
         running_service(tmp_path, data_reader.start, experiment, controller=told.address),
         connect(told.address) as channel,
     ):

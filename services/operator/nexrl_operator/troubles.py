@@ -68,7 +68,8 @@ def find_trouble(observed: Observed) -> Trouble | None:
     pods = [pod for pod in observed.pods if not has_ended(pod) and not is_deleted(pod)]
     pods.sort(key=lambda pod: (_ORDER.get(component_of(pod), 0), str(pod["metadata"]["name"])))
     causes = (_trouble_of(pod, observed.warnings) for pod in pods)
-    slow = (_slow_start(pod, observed.now) for pod in pods)
+    factories = _data_factories(observed.resource.get("spec", {}))
+    slow = (_slow_start(pod, observed.now, factories) for pod in pods)
     return next(filter(None, chain(causes, _uncreated(observed), slow)), None)
 
 
@@ -141,8 +142,14 @@ def _endless_init(pod: Object, init: Sequence[Mapping[str, Any]], main: Sequence
     return None
 
 
-def _slow_start(pod: Object, now: float) -> Trouble | None:
-    """Return the container that has run for a while and is not ready."""
+def _data_factories(spec: Mapping[str, Any]) -> Sequence[str]:
+    """Return the functions of the user that make tasks, each with its key."""
+    sections = {"spec.data": spec.get("data"), "spec.validation.data": (spec.get("validation") or {}).get("data")}
+    return [f"{key}.factory {data['factory']}" for key, data in sections.items() if data and data.get("factory")]
+
+
+def _slow_start(pod: Object, now: float, factories: Sequence[str]) -> Trouble | None:
+    """Return the container that has run for a while and is not ready. `factories` are those of the data reader."""
     for status in _statuses(pod):
         if _starting_seconds(status, now) >= START_SECONDS:
             since, name = status["state"]["running"]["startedAt"], pod["metadata"]["name"]
@@ -150,6 +157,8 @@ def _slow_start(pod: Object, now: float) -> Trouble | None:
             logs = [f"`kubectl logs {name} --container={each}`" for each in (status["name"], *beside)]
             log = f"{' and '.join(logs)} {'show what they do' if beside else 'shows what it does'}"
             message = f"{subject(pod, status['name'])} runs since {since} and is not ready: it waits for others,"
+            if beside and factories:
+                message += f" such as {' or '.join(factories)}, which must return (correct it if it never does),"
             return Trouble("NotStarted", f"{message} loads a model, or code that it imports does not end; {log}")
     return None
 

@@ -1,5 +1,6 @@
 """What the status says about pods that do not run: the object, the cause, and the remedy."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,6 +165,18 @@ def test_status_names_object_cause_and_remedy(item: Object, reason: str, parts: 
     assert found is not None
     assert found.reason == reason
     assert [part for part in parts if part not in found.message] == [], found.message
+
+
+def test_pool_that_waits_for_a_data_factory_is_named_with_the_factory_and_what_to_do() -> None:
+    pool = pod("trajectory-pool", {**running("nexrl", START_SECONDS, is_started=True), "ready": False})
+    spec = {"data": {"type": "python", "factory": "mine:tasks"}, "validation": {"data": {"type": "mock"}}}
+    found = find_trouble(replace(observed(pool), resource={"metadata": {}, "spec": spec}))
+    assert found is not None
+    assert "spec.data.factory mine:tasks, which must return (correct it if it never does)" in found.message
+    assert "--container=data-reader" in found.message
+    plain = find_trouble(observed(pool))
+    assert plain is not None
+    assert "factory" not in plain.message
 
 
 @pytest.mark.parametrize(
