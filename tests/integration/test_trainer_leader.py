@@ -73,16 +73,17 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_on_four_and_bit_for_bit_on_t
     first = RankCase(STEPS[:3], case.algorithm)
     done(tmp_path, 2, Work(first, save_in=tmp_path))
     rest = Work(case, first=3, begin=tmp_path / "global_step_3")
-    assert done(tmp_path, 2, rest) == Done(whole.figures[3:], whole.weights)
+    assert done(tmp_path, 2, rest) == Done(whole.figures[3:], whole.weights, [])
     for size in (1, 4):
-        assert_close(done(tmp_path, size, rest), Done(alone.figures[3:], alone.weights))
+        assert_close(done(tmp_path, size, rest), Done(alone.figures[3:], alone.weights, []))
 
 
 def test_a_checkpoint_of_a_16_bit_model_continues_bit_for_bit_on_two_ranks(tmp_path: Path) -> None:
     case = RankCase(STEPS[:4], {"loss": "reinforce"}, data_type="bfloat16")
     whole = done(tmp_path, 2, Work(case))
     done(tmp_path, 2, Work(RankCase(STEPS[:2], case.algorithm, data_type="bfloat16"), save_in=tmp_path))
-    assert done(tmp_path, 2, Work(case, 2, tmp_path / "global_step_2")) == Done(whole.figures[2:], whole.weights)
+    rest = Work(case, first=2, begin=tmp_path / "global_step_2")
+    assert done(tmp_path, 2, rest) == Done(whole.figures[2:], whole.weights, [])
 
 
 def test_a_batch_whose_loss_is_not_finite_leaves_no_gradient_on_any_rank(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Done(NamedTuple):
 
     figures: Sequence[dict[str, float]]
     weights: bytes
-    errors: Sequence[str] = ()
+    errors: Sequence[str]
 
 
 def main(rank: int, size: int, rendezvous_file: Path, work: Work, connection: Connection | None) -> None:
