@@ -25,7 +25,7 @@ SYNCHRONOUS = (
 )
 FIGURES = ("loss", "grad_norm", "entropy", "ratio_mean", "mismatch_kl", "reward_mean")
 TOLERANCE = 1e-4
-"""Ranks add float32 gradients in another order. Samples are drawn alike until that moves a probability past a draw."""
+"""Ranks add up float32 gradients in another order. Samples stay alike until that moves a probability past a draw."""
 
 
 async def test_two_processes_learn_what_one_learns_also_if_one_of_them_is_killed(tmp_path: Path) -> None:

@@ -134,6 +134,10 @@ WRONG: dict[str, tuple[Object, str]] = {
     "worker-missing": ({"rollout__type": "worker"}, "spec.rollout.worker"),
     "top-p": ({"rollout__topP": 0}, "spec.rollout.topP"),
     "in-flight": ({"weightSync__inFlight": "abort"}, "spec.inference.backend"),
+    "shared mock": (
+        {"trainer": {"steps": 1, "backend": "mock", "processesPerReplica": 2}},
+        "spec.trainer.processesPerReplica",
+    ),
     "greedy": ({"validation": {"data": {"type": "mock"}, "samplesPerTask": 4}}, "spec.validation.samplesPerTask"),
     "resume-missing": ({"resume__mode": "from_path"}, "spec.resume.path"),
     "resume-idle": ({"resume__path": "/x"}, "spec.resume.path"),

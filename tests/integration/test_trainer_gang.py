@@ -17,7 +17,7 @@ from nexrl_trainer.checkpoint import find_latest_checkpoint
 from tests.support.services import small_experiment
 from tests.support.trainers import Call, Death, World, running_world
 
-pytestmark = pytest.mark.timeout(300)  # each trainer starts a process that imports torch
+pytestmark = pytest.mark.timeout(600)  # each trainer starts a process that imports torch
 
 Weights: TypeAlias = dict[str, NDArray[np.float32]]
 

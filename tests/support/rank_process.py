@@ -49,15 +49,20 @@ class RankCase:
     chunk_rows: int = 0
     """Tokens whose logits are in memory together; 0 = the trainer's own limit."""
 
-    def learner(self, ranks: Ranks) -> Learner:
+    @property
+    def source(self) -> ScratchModel:
+        """The model."""
+        return ScratchModel(scratch=_SCRATCH, dtype=self.data_type)
+
+    def learner(self, ranks: Ranks, kind: type[Learner] = Learner) -> Learner:
         """Return the learner of one rank."""
         # Adam divides a gradient by its own size. Rounding noise then moves a weight as far as a gradient does, unless
         # eps is larger than the noise.
         algorithm = AlgorithmSpec.model_validate(
             {"learning_rate": 1e-2, "warmup_steps": 1, "eps": 1e-4, **self.algorithm}
         )
-        model = build_model(ScratchModel(scratch=_SCRATCH, dtype=self.data_type), seed=0)
-        return Learner(model, LearnerSettings(algorithm, 20, ForwardSettings(0.8, self.max_tokens), self.folder), ranks)
+        model = build_model(self.source, seed=0)
+        return kind(model, LearnerSettings(algorithm, 20, ForwardSettings(0.8, self.max_tokens), self.folder), ranks)
 
     def batches(self) -> list[TrainBatch]:
         """Return the batch of each step."""

@@ -34,7 +34,7 @@ from tests.support.pool import TAG, PoolClient, drawn_span, running_pool, scored
 from tests.support.services import running_service
 from tests.support.trainer_process import Suicide
 
-LIFE_SECONDS = 150.0
+LIFE_SECONDS = 240.0
 """Longest time that one trainer process may run."""
 LOOPBACK = "127.0.0.1"
 

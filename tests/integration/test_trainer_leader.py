@@ -1,0 +1,97 @@
+"""Rank 0 leads the other ranks of a trainer, real processes over Gloo: checkpoints, weights, failed batches."""
+
+import multiprocessing
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import leader_process
+from tests.support.leader_process import Done, Work
+from tests.support.rank_process import RankCase
+
+pytestmark = pytest.mark.timeout(300)  # one process imports torch
+
+PATIENCE_SECONDS = 120.0
+STEPS = (9, 3, 12, 8, 5, 7)
+WEIGHT_TOLERANCE, FIGURE_TOLERANCE = 2e-6, 2e-5
+"""Those of test_trainer_ranks.py."""
+SPOILED = """
+import torch
+from nexrl.algorithm import LossInputs, LossOutputs
+
+calls = 0
+
+def sound(inputs: LossInputs) -> LossOutputs:
+    loss = -(inputs.weights_T * inputs.logprobs_T).sum()
+    return LossOutputs(loss, torch.zeros_like(inputs.logprobs_T, dtype=bool))
+
+def not_finite_at_first(inputs: LossInputs) -> LossOutputs:
+    global calls
+    calls += 1
+    outputs = sound(inputs)
+    return LossOutputs(outputs.loss * float("nan"), outputs.clipped_T) if calls == 1 else outputs
+"""
+
+# Only one process imports torch. The ranks are forks of it.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload([leader_process.__name__])
+
+
+def done(folder: Path, size: int, work: Work) -> Done:
+    """Do the work on so many ranks."""
+    ours, theirs = _processes.Pipe()
+    meeting = Path(tempfile.mkdtemp(dir=folder)) / "rendezvous"
+    arguments: Any = [(rank, size, meeting, work, None if rank else theirs) for rank in range(size)]
+    ranks = [_processes.Process(target=leader_process.main, args=each, daemon=True) for each in arguments]
+    for process in ranks:
+        process.start()
+    theirs.close()
+    try:
+        assert ours.poll(PATIENCE_SECONDS)
+        found: Done = ours.recv()
+        return found
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def assert_close(found: Done, expected: Done) -> None:
+    for figures, wanted in zip(found.figures, expected.figures, strict=True):
+        assert figures == pytest.approx(wanted, rel=FIGURE_TOLERANCE, abs=1e-6)
+    weights, wanted_weights = (np.frombuffer(each.weights, np.float32) for each in (found, expected))
+    np.testing.assert_allclose(weights, wanted_weights, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one_on_four_and_bit_for_bit_on_two(tmp_path: Path) -> None:
+    case = RankCase(STEPS, {"loss": "ppo_clip", "kl_coefficient": 0.1})
+    whole, alone = done(tmp_path, 2, Work(case)), done(tmp_path, 1, Work(case))
+    assert_close(whole, alone)
+    first = RankCase(STEPS[:3], case.algorithm)
+    done(tmp_path, 2, Work(first, save_in=tmp_path))
+    rest = Work(case, first=3, begin=tmp_path / "global_step_3")
+    assert done(tmp_path, 2, rest) == Done(whole.figures[3:], whole.weights, [])
+    for size in (1, 4):
+        assert_close(done(tmp_path, size, rest), Done(alone.figures[3:], alone.weights, []))
+
+
+def test_a_checkpoint_of_a_16_bit_model_continues_bit_for_bit_on_two_ranks(tmp_path: Path) -> None:
+    case = RankCase(STEPS[:4], {"loss": "reinforce"}, data_type="bfloat16")
+    whole = done(tmp_path, 2, Work(case))
+    done(tmp_path, 2, Work(RankCase(STEPS[:2], case.algorithm, data_type="bfloat16"), save_in=tmp_path))
+    rest = Work(case, first=2, begin=tmp_path / "global_step_2")
+    assert done(tmp_path, 2, rest) == Done(whole.figures[2:], whole.weights, [])
+
+
+def test_a_batch_whose_loss_is_not_finite_leaves_no_gradient_on_any_rank(tmp_path: Path) -> None:
+    (tmp_path / "spoiled_at_first.py").write_text(SPOILED)
+    spoiled, sound = (
+        RankCase([9, 9], {"loss": f"spoiled_at_first:{name}"}, tmp_path) for name in ("not_finite_at_first", "sound")
+    )
+    failed = done(tmp_path, 2, Work(spoiled))
+    (error,) = failed.errors
+    assert "the loss of the step is nan" in error
+    assert failed[:2] == done(tmp_path, 2, Work(sound, first=1))[:2]
