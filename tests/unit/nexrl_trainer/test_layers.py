@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor import config as compiler
 
 from nexrl.errors import FailedPreconditionError
@@ -19,7 +20,8 @@ from tests.support.memory import peak_allocated_bytes
 
 COMPILED_TOLERANCE = 1e-5
 """As a share of the largest gradient: a compiler fuses operations, which rounds otherwise."""
-ONE_OF_EACH_KIND = ("llama", "qwen2", "qwen3", "qwen3_5_text", "gemma2", "gpt_neox", "mistral", "mixtral")
+ONE_OF_EACH_KIND = ("llama", "qwen2", "gemma2", "gpt_neox", "mistral", "mixtral")
+"""Qwen 3.5 is left out: its gradient was equal, too, and its compilation takes 100 s."""
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
@@ -61,20 +63,22 @@ def training(learner: Learner) -> Callable[[], object]:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about itself, while it compiles
 @pytest.mark.parametrize("model_type", ONE_OF_EACH_KIND)
-@compiler.patch(compile_threads=1)  # in this process: none stays behind
 def test_compiled_layers_compute_the_gradient(model_type: str) -> None:
+    torch.compiler.reset()  # PyTorch compiles a function for so many models only, and then runs it as it is
+    counters.clear()
     family = FAMILIES_BY_TYPE[model_type]
     expected = gradient(family, LayerSettings())
     atol = COMPILED_TOLERANCE * float(expected.abs().max())
-    torch.testing.assert_close(gradient(family, LayerSettings(compile=True)), expected, rtol=0, atol=atol)
+    with compiler.patch(compile_threads=1):  # in this process: none stays behind
+        found = gradient(family, LayerSettings(compile=True))
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    assert counters["stats"]["unique_graphs"] > 1  # one is that of the check for a compiler
 
 
 @pytest.mark.filterwarnings("ignore")
-@compiler.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True, "compile_threads": 1})
 def test_compilation_without_a_compiler_is_refused_at_start() -> None:
     torch.compiler.reset()  # or a function that an earlier test has compiled would be used
-    with pytest.raises(
-        FailedPreconditionError,
-        match=r"trainer\.compile: true, but PyTorch cannot compile .* no-such-compiler|InvalidCxxCompiler",
-    ):
+    broken = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True, "compile_threads": 1}
+    refusal = r"trainer\.compile: true, but PyTorch cannot compile on this machine: .*"
+    with compiler.patch(broken), pytest.raises(FailedPreconditionError, match=refusal):
         learner_of(FAMILIES_BY_TYPE["llama"], LayerSettings(compile=True))

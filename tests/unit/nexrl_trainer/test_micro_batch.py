@@ -51,7 +51,7 @@ def test_samples_of_the_same_inputs_are_fed_once() -> None:
     assert micro.input_ids_BT.tolist() == [[5, 6, 7, 8, 9]]
     assert micro.segments_BT.tolist() == [[0, 0, 1, 1, 2]]
     assert micro.positions_P.tolist() == [1, 2, 3, 1, 4, 1, 2, 3]
-    (same,) = split_batch(group([5, 6], *[[7, 8, 1]] * 4), max_tokens=100)
+    (same,) = split_batch(group([5, 6], *[[7, 8, 1]] * 4), max_tokens=100, shared_row_tokens=4)
     assert same.input_ids_BT.tolist() == [[5, 6, 7, 8]]
     assert not same.is_shared
 

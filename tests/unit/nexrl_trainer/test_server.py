@@ -118,7 +118,7 @@ def test_policy_reference_model_batches_and_optimizer_are_on_the_device_of_the_e
     monkeypatch.setattr(build, "choose_device", choose)
     experiment = spec(trainer={"steps": 10, "device": "cuda"}, model=BFLOAT16, algorithm={"klCoefficient": 0.1})
     batch = TrainBatch.pack(
-        [TrainSequence([4, 5, own], [False, True, True], [0.0, -1.0, -1.0], 1.0, [0.0, -1.0, -1.0]) for own in (4, 5)]
+        [TrainSequence([4, own, 5], [False, True, True], [0.0, -1.0, -1.0], 1.0, [0.0, -1.0, -1.0]) for own in (4, 5)]
     )
     learner = build_learner(experiment)
     monkeypatch.setattr(_LossTotals, "metrics", lambda *_, **__: LossMetrics(0, 0, 0, 1, 1, 1, 0, 0, 4, 2))
