@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 
@@ -83,7 +83,8 @@ async def require_same_data(redis: Redis, prefix: str, sources: Sequence[TaskRea
     for source in sources:
         key = f"{prefix}data:{source.section}"
         if not await redis.set(key, source.data.encode(), nx=True):
-            source.require_same(DataIdentity.decode((await redis.get(key)).decode()))
+            known: Any = await redis.get(key)
+            source.require_same(DataIdentity.decode(known.decode()))
 
 
 async def measure(pool: Pool) -> None:

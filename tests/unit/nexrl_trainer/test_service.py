@@ -19,7 +19,8 @@ BATCH = TrainBatch.pack([TrainSequence([4, 5, 6], [False, True, True], [0.0, -2.
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["rollout_logprobs", "advantages", "reference_logprobs"])
 async def test_a_value_that_is_not_finite_is_refused_with_its_tensor_and_token(name: str, value: float) -> None:
-    batch = replace(BATCH, **{f"{name}_N": np.array([0.0, -2.0, value], np.float32)})
+    changed: dict[str, Any] = {f"{name}_N": np.array([0.0, -2.0, value], np.float32)}
+    batch = replace(BATCH, **changed)
     request = pb.ForwardBackwardRequest(request_id="f", tensors=encode_train_batch(batch))
     with pytest.raises(InvalidArgumentError) as refusal:
         await TrainerServicer(NOBODY).ForwardBackward(request, NOBODY)
