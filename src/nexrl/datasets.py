@@ -141,8 +141,9 @@ def open_dataset(data: "DataSpec", base_path: Path, split: Split = "train") -> T
 def _reported_if_slow(data: "DataSpec", split: Split, report: Callable[[str], object]) -> Iterator[None]:
     described = f"{_section(split)}: {data.type} data is not read after {SLOW_SECONDS:g} s; the run waits for it"
     if data.type == "python":
+        factory = cast("PythonDataSpec", data).factory
         described = (
-            f"{_section(split)}.factory: {data.factory}({split!r}) has not returned for {SLOW_SECONDS:g} s. "
+            f"{_section(split)}.factory: {factory}({split!r}) has not returned for {SLOW_SECONDS:g} s. "
             "The run waits for it. If it never ends, stop the run and correct the function"
         )
     timer = threading.Timer(SLOW_SECONDS, report, [described])
