@@ -171,7 +171,7 @@ guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fai
 	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
 
 .PHONY: soak
-soak: mutants guide-mutants chaos trainer-kills user-code histories fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
+soak: mutants guide-mutants chaos trainer-kills user-code compiled histories fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
 
 .PHONY: trainer-kills
 trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for each boundary; and KILLS=100 times at random
@@ -180,6 +180,10 @@ trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for 
 .PHONY: user-code
 user-code: $(INSTALLED) ## Run the experiments with hostile rewards and losses that `make test` omits
 	$(BIN)/pytest -n 1 -m 'e2e and chaos' tests/e2e
+
+.PHONY: compiled
+compiled: $(INSTALLED) ## Compile the layers of more kinds of models than `make test` does; needs a C++ compiler
+	$(BIN)/pytest -n 1 -m chaos tests/unit/nexrl_trainer/test_layers.py
 
 .PHONY: histories
 histories: $(INSTALLED) ## Try random histories of the ledger: HISTORIES=1000

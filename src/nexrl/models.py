@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from nexrl.tokenizers import (
     SPECIAL_TOKENS,
@@ -96,8 +95,7 @@ def _without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same weights in a model that transformers does not treat as quantized, and therefore can save."""
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
-    with no_init_weights():  # random values for all weights would take seconds
-        plain = _from_config(type(model.config).from_dict(settings), model.dtype)
+    plain = _from_config(type(model.config).from_dict(settings), model.dtype)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     return plain

@@ -108,11 +108,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         ({"trainer": {"steps": -1}}, "spec.trainer.steps", ["-1 is not allowed", "0 to 1000000"]),
         ({"trainer": {"steps": 1, "step": 1}}, "spec.trainer.step", ["unknown key", "did you mean steps?"]),
         ({"trainer": {"steps": 1, "replicas": 2}}, "spec.trainer.replicas", ["2 is not allowed", "an integer, 1"]),
-        (
-            {"trainer": {"steps": 1, "backend": "mock", "processesPerReplica": 2}},
-            "spec.trainer.processesPerReplica",
-            ["2", "mock computes nothing"],
-        ),
+        ({"trainer": {"backend": "mock", "processesPerReplica": 2}}, "spec.trainer.processesPerReplica", ["mock"]),
         ({"trajectoryPool": {"group_size": 8}}, "spec.trajectoryPool.group_size", ["did you mean groupSize?"]),
         (
             {"rollout": {"type": "agents"}},
