@@ -171,11 +171,15 @@ guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fai
 	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
 
 .PHONY: soak
-soak: mutants guide-mutants chaos trainer-kills user-code compiled histories fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
+soak: mutants guide-mutants chaos trainer-kills gang-kills user-code compiled histories fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
 
 .PHONY: trainer-kills
 trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for each boundary; and KILLS=100 times at random
 	NEXRL_TRAINER_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 2 tests/integration/test_trainer_kills.py
+
+.PHONY: gang-kills
+gang-kills: $(INSTALLED) ## Kill ranks of a trainer of several processes at each call, and KILLS=30 times at random
+	NEXRL_GANG_KILLS=$(or $(KILLS),30) $(BIN)/pytest -n 1 -m chaos tests/integration/test_trainer_gang.py
 
 .PHONY: user-code
 user-code: $(INSTALLED) ## Run the experiments with hostile rewards and losses that `make test` omits
