@@ -130,7 +130,7 @@ async def test_a_data_set_that_changes_while_the_pool_runs_is_refused(
     experiment = small_experiment(experiment_name)
     changed = small_experiment(experiment_name, data={"type": "mock", "size": 3})
     async with pool_of(tmp_path, redis_url, experiment) as (pool, reader), reader(changed):
-        with pytest.raises(FailedPreconditionError, match=r"spec\.data: .* 3 tasks and had 8\. Data must be the same"):
+        with pytest.raises(FailedPreconditionError, match=r"3 tasks and had 8\. Data must be the same"):
             await pool.lease(2)
 
 
@@ -161,10 +161,18 @@ async def test_data_that_changes_while_the_pool_is_down_ends_the_pool_with_data_
     changed = of_the_user(tmp_path, experiment_name, body)
     async with running_service(tmp_path, data_reader.start, changed) as reader:
         own = settings(tmp_path, redis_url=redis_url, data_reader=reader.address)
-        with pytest.raises(
-            InvalidArgumentError, match=rf"spec\.data: the data has changed: .*{place}.* Restore it, or"
-        ):
+        words = rf"^spec\.data, or spec\.validation with heldOut: the data has changed: .*{place}.* Restore it, or"
+        with pytest.raises(InvalidArgumentError, match=words):
             await ServiceProcess("test", own, changed).run(trajectory_pool.start)
+
+
+async def test_validation_data_may_change_while_the_pool_is_down(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    for size in (3, 5):
+        validation = {"data": {"type": "mock", "size": size}, "heldOut": False}
+        async with pool_of(tmp_path, redis_url, small_experiment(experiment_name, validation=validation)):
+            pass
 
 
 async def test_a_data_factory_that_does_not_return_is_named_to_the_controller_with_what_to_do(
@@ -197,7 +205,7 @@ async def test_data_that_changes_its_order_while_the_pool_runs_is_refused(
 ) -> None:
     changed = of_the_user(tmp_path, experiment_name, CHANGES["another order"][0])
     async with pool_of(tmp_path, redis_url, of_the_user(tmp_path, experiment_name)) as (pool, reader), reader(changed):
-        with pytest.raises(FailedPreconditionError, match=r"spec\.data: the data has changed: .*128 to 131 of 200"):
+        with pytest.raises(FailedPreconditionError, match=r"the data has changed: .*128 to 131 of 200"):
             await pool.lease(2)
 
 

@@ -1,7 +1,6 @@
 """Starts the trajectory pool: data loader, trajectory pool, train batch pool and validator over one Redis."""
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ async def start(process: ServiceProcess) -> None:
     process.on_close(redis.aclose)
     if not process.settings.read_only:
         prefix = key_prefix(experiment.ledger, experiment.spec.model.tag)
-        await require_same_data(redis, prefix, [train, *([validation] if validation else [])])
+        await require_same_data(redis, prefix, train)
     room = await room_bytes(redis)
     pool = Pool(redis, experiment.ledger, experiment.spec, train, validation, room)
     pools = Pools({pool.tag: pool})
@@ -75,16 +74,16 @@ async def start(process: ServiceProcess) -> None:
     await process.set_ready()
 
 
-async def require_same_data(redis: Redis, prefix: str, sources: Sequence[TaskReader]) -> None:
+async def require_same_data(redis: Redis, prefix: str, train: TaskReader) -> None:
     """Record the data of a new experiment. Raises InvalidArgumentError if an earlier process had other data.
 
-    Two short values in Redis, compared once per process.
+    A short value in Redis, compared once per process. Validation data may change between processes: each round reads
+    it from its beginning.
     """
-    for source in sources:
-        key = f"{prefix}data:{source.section}"
-        if not await redis.set(key, source.data.encode(), nx=True):
-            known: Any = await redis.get(key)
-            source.require_same(DataIdentity.decode(known.decode()))
+    key = f"{prefix}data"
+    if not await redis.set(key, train.data.encode(), nx=True):
+        known: Any = await redis.get(key)
+        train.require_same(DataIdentity.decode(known.decode()))
 
 
 async def measure(pool: Pool) -> None:

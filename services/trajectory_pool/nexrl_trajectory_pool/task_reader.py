@@ -65,7 +65,8 @@ class TaskReader:
     ) -> None:
         self.data = data
         self.total = total
-        self.section = "spec.validation.data" if purpose == PURPOSE_VALIDATION else "spec.data"
+        is_validation = purpose == PURPOSE_VALIDATION
+        self._source = "spec.validation.data" if is_validation else "spec.data, or spec.validation with heldOut"
         self._stub = stub
         self._purpose = purpose
         self._kept: dict[int, Task] = {}
@@ -104,8 +105,9 @@ class TaskReader:
 
     def _changed(self, now: DataIdentity, before: DataIdentity) -> str:
         return (
-            f"{self.section}: the data has changed: {now.difference(before)}. Data must be the same each time it is "
-            "read: the ledger knows a task by its position. Restore it, or start a new experiment with the new data"
+            f"{self._source}: the data has changed: {now.difference(before)}. Data must be the same each time it is "
+            "read: the ledger knows a task by its position. Restore it, or choose another metadata.name for an "
+            "experiment with the new data"
         )
 
     async def check(self) -> None:
