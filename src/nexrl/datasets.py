@@ -8,6 +8,7 @@ import difflib
 import json
 import logging
 import math
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -273,12 +274,24 @@ def _reasoning_gym(data: "ReasoningGymDataSpec", section: str) -> Iterator[objec
         hint = f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(sorted(DATASETS))}"
         raise _error([Violation(f"{section}.name", f"reasoning-gym has no dataset {data.name!r}{hint}")])
     try:
-        generated = reasoning_gym.create_dataset(data.name, size=data.size, seed=data.seed, **data.config)
-        entries = [generated[index] for index in range(data.size)]
+        with _seeded(data.seed):  # some generators, such as list_functions, use the global `random`
+            generated = reasoning_gym.create_dataset(data.name, size=data.size, seed=data.seed, **data.config)
+            entries = [generated[index] for index in range(data.size)]
     except Exception as error:  # reasoning-gym checks parameters with assert, TypeError and ValueError
         described = f"{data.name} does not accept {data.config}: {type(error).__name__}: {error}"
         raise _error([Violation(f"{section}.config", described)]) from error
     return ({"question": entry["question"], "answer": entry["answer"], **entry["metadata"]} for entry in entries)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global `random`, and restore its state afterwards."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _from_factory(data: "PythonDataSpec", folder: Path, split: Split, key: str) -> Sequence[object]:

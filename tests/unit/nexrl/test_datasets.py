@@ -1,5 +1,8 @@
 """Tasks: seed and epoch determine their order, and an error names file, line and field."""
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,31 @@ def test_reasoning_gym_tasks_depend_on_the_seed_only() -> None:
         return [task["prompt"] for task in open_dataset(data, Path()).tasks]
 
     assert prompts(1) == prompts(1) != prompts(2)
+
+
+OF_THE_GLOBAL_RANDOM = """
+import json
+from pathlib import Path
+from nexrl.datasets import open_dataset
+from nexrl.spec.data import ReasoningGymDataSpec
+data = ReasoningGymDataSpec(type="reasoning_gym", name="list_functions", size=5, seed=1)
+print(json.dumps(open_dataset(data, Path()).tasks))
+"""
+
+
+@needs_reasoning_gym
+def test_generators_that_use_the_global_random_make_the_same_tasks_in_each_process() -> None:
+    def read() -> bytes:
+        return subprocess.run([sys.executable, "-c", OF_THE_GLOBAL_RANDOM], check=True, capture_output=True).stdout
+
+    assert read() == read() != b""
+
+
+@needs_reasoning_gym
+def test_reasoning_gym_leaves_the_global_random_as_it_was() -> None:
+    before = random.getstate()
+    open_dataset(ReasoningGymDataSpec(type="reasoning_gym", name="list_functions", size=5), Path())
+    assert random.getstate() == before
 
 
 @needs_reasoning_gym
