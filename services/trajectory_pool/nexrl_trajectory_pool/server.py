@@ -24,7 +24,7 @@ from nexrl_trajectory_pool.service import (
     ValidatorServicer,
     serve_packed,
 )
-from nexrl_trajectory_pool.task_reader import DataIdentity, TaskReader
+from nexrl_trajectory_pool.task_reader import TaskReader
 
 if TYPE_CHECKING:
     from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
@@ -81,9 +81,9 @@ async def require_same_data(redis: Redis, prefix: str, train: TaskReader) -> Non
     it from its beginning.
     """
     key = f"{prefix}data"
-    if not await redis.set(key, train.data.encode(), nx=True):
+    if not await redis.set(key, train.data, nx=True):
         known: Any = await redis.get(key)
-        train.require_same(DataIdentity.decode(known.decode()))
+        train.require_same(known.decode())
 
 
 async def measure(pool: Pool) -> None:
