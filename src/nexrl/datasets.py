@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import random
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -215,8 +216,13 @@ def _task(row: object, rows: _Rows, task_id: str) -> Task:
 
 def _as_json(metadata: Mapping[str, object]) -> dict[str, object]:
     # Generators and Parquet yield tuples, dates and decimals. JSON turns these into lists and text before the RPC does.
-    restored: dict[str, object] = json.loads(json.dumps(metadata, default=str, skipkeys=True, allow_nan=False))
+    restored: dict[str, object] = json.loads(json.dumps(metadata, default=_as_text, skipkeys=True, allow_nan=False))
     return restored
+
+
+def _as_text(value: object) -> str:
+    """Return a text that is the same in each process: without the address in memory that Python's default repr has."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _found(row: Mapping[object, object], field: str) -> str:

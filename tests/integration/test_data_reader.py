@@ -166,6 +166,25 @@ async def test_data_that_changes_while_the_pool_is_down_ends_the_pool_with_an_er
             await ServiceProcess("test", own, changed).run(trajectory_pool.start)
 
 
+async def test_data_is_not_compared_with_that_which_another_release_has_read(
+    tmp_path: Path,
+    redis_url: str,
+    experiment_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pool_of(tmp_path, redis_url, small_experiment(experiment_name)):
+        pass
+    changed = small_experiment(experiment_name, data={"type": "mock", "size": 3})
+    monkeypatch.setattr(trajectory_pool, "__version__", "99.1")
+    async with pool_of(tmp_path, redis_url, changed):
+        assert "is not compared" in caplog.text
+    async with running_service(tmp_path, data_reader.start, small_experiment(experiment_name)) as reader:
+        own = settings(tmp_path, redis_url=redis_url, data_reader=reader.address)
+        with pytest.raises(InvalidArgumentError, match=r"it has 8 tasks .* and had 3"):  # the newer release compares
+            await ServiceProcess("test", own, changed).run(trajectory_pool.start)
+
+
 async def test_validation_data_may_change_while_the_pool_is_down(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

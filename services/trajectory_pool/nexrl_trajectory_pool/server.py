@@ -1,11 +1,13 @@
 """Starts the trajectory pool: data loader, trajectory pool, train batch pool and validator over one Redis."""
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 
+from nexrl import __version__
 from nexrl.errors import UnavailableError
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.sample_states import IN_FLIGHT
@@ -28,6 +30,8 @@ from nexrl_trajectory_pool.task_reader import TaskReader
 
 if TYPE_CHECKING:
     from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
+
+log = logging.getLogger(__name__)
 
 METRICS_SECONDS = 1.0
 
@@ -75,15 +79,21 @@ async def start(process: ServiceProcess) -> None:
 
 
 async def require_same_data(redis: Redis, prefix: str, train: TaskReader) -> None:
-    """Record the data of a new experiment. Raises InvalidArgumentError if an earlier process had other data.
+    """Record the training data of a new experiment. Raises InvalidArgumentError if an earlier process had other data.
 
     A short value in Redis, compared once per process. Validation data may change between processes: each round reads
-    it from its beginning.
+    it from its beginning. Another release of NexRL may read the same rows as other tasks: it records its own digest.
     """
-    key = f"{prefix}data"
-    if not await redis.set(key, train.data, nx=True):
-        known: Any = await redis.get(key)
-        train.require_same(known.decode())
+    key, record = f"{prefix}data", f"{__version__} {train.data}"
+    if await redis.set(key, record, nx=True):
+        return
+    known: Any = await redis.get(key)
+    release, _, before = known.decode().partition(" ")
+    if release == __version__:
+        train.require_same(before)
+    else:
+        log.warning("spec.data was read by NexRL %s before and is not compared; its digest is replaced", release)
+        await redis.set(key, record)
 
 
 async def measure(pool: Pool) -> None:

@@ -199,6 +199,12 @@ def test_a_factory_beside_the_file_is_called_with_the_split(tmp_path: Path) -> N
     assert source.tasks[0]["prompt"] == "validation"
 
 
+def test_metadata_that_is_not_json_is_the_same_text_in_each_process(tmp_path: Path) -> None:
+    row = "{'prompt': 'a', 'answer': '1', 'scorer': tasks, 'of': [object()], 'day': datetime.date(2026, 1, 2)}"
+    source = factory(tmp_path, f"import datetime; return [{row}]", "tasks_with_a_scorer")
+    assert source.tasks[0]["metadata"] == {"scorer": "<function tasks>", "of": ["<object object>"], "day": "2026-01-02"}
+
+
 @pytest.mark.parametrize(
     ("module", "body", "words"),
     [
