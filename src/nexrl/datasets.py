@@ -8,6 +8,8 @@ import difflib
 import json
 import logging
 import math
+import random
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -214,8 +216,13 @@ def _task(row: object, rows: _Rows, task_id: str) -> Task:
 
 def _as_json(metadata: Mapping[str, object]) -> dict[str, object]:
     # Generators and Parquet yield tuples, dates and decimals. JSON turns these into lists and text before the RPC does.
-    restored: dict[str, object] = json.loads(json.dumps(metadata, default=str, skipkeys=True, allow_nan=False))
+    restored: dict[str, object] = json.loads(json.dumps(metadata, default=_as_text, skipkeys=True, allow_nan=False))
     return restored
+
+
+def _as_text(value: object) -> str:
+    """Return a text that is the same in each process: without the address in memory that Python's default repr has."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _found(row: Mapping[object, object], field: str) -> str:
@@ -273,12 +280,24 @@ def _reasoning_gym(data: "ReasoningGymDataSpec", section: str) -> Iterator[objec
         hint = f"; did you mean {', '.join(near)}?" if near else f"; it has {', '.join(sorted(DATASETS))}"
         raise _error([Violation(f"{section}.name", f"reasoning-gym has no dataset {data.name!r}{hint}")])
     try:
-        generated = reasoning_gym.create_dataset(data.name, size=data.size, seed=data.seed, **data.config)
-        entries = [generated[index] for index in range(data.size)]
+        with _seeded(data.seed):  # some generators, such as list_functions, use the global `random`
+            generated = reasoning_gym.create_dataset(data.name, size=data.size, seed=data.seed, **data.config)
+            entries = [generated[index] for index in range(data.size)]
     except Exception as error:  # reasoning-gym checks parameters with assert, TypeError and ValueError
         described = f"{data.name} does not accept {data.config}: {type(error).__name__}: {error}"
         raise _error([Violation(f"{section}.config", described)]) from error
     return ({"question": entry["question"], "answer": entry["answer"], **entry["metadata"]} for entry in entries)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global `random`, and restore its state afterwards."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def _from_factory(data: "PythonDataSpec", folder: Path, split: Split, key: str) -> Sequence[object]:

@@ -45,6 +45,8 @@ CLUSTER_SCHEME = re.compile(r"^(rediss?)\+cluster(?=://)")
 PASSING = re.compile(r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOREPLICAS|OOM|READONLY|TRYAGAIN)\b")
 """Error replies after which a retry may succeed, also inside the error of a script: the server loads its data, is full,
 or has become a replica."""
+REFUSED_USER = (AuthenticationError, AuthorizationError)
+SET_USER = "set the user in redis.url and the password in NEXRL_REDIS_PASSWORD"
 
 Redis = redis.asyncio.Redis
 ResultT = TypeVar("ResultT")
@@ -174,11 +176,10 @@ async def _check(url: str, wait_seconds: float) -> None:
 
 
 def _refusal(url: str, error: BaseException) -> NexrlError:
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = _root(error)
     where = f"redis.url: {_shown(url)}: {str(error) or type(error).__name__}"
-    if isinstance(error, (AuthenticationError, AuthorizationError)):
-        return FailedPreconditionError(f"{where}; set the user in redis.url and the password in NEXRL_REDIS_PASSWORD")
+    if isinstance(error, REFUSED_USER):
+        return FailedPreconditionError(f"{where}; {SET_USER}")
     if isinstance(error, NoPermissionError):
         return FailedPreconditionError(f"{where}; docs/how-to/redis.md lists the rights that the user needs")
     if "Cluster mode is not enabled" in where:
@@ -190,6 +191,13 @@ def _refusal(url: str, error: BaseException) -> NexrlError:
             "&ssl_certfile=FILE&ssl_keyfile=FILE"
         )
     return UnavailableError(f"{where}: no Redis answers; start one there, or remove redis.url to use a private one")
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the first cause of an error: redis-py wraps what the server answers to the first command."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _shown(url: str) -> str:
@@ -249,14 +257,15 @@ class _RetryForSeconds(Retry):
                 failures += 1
                 await (fail(error, failures) if with_failure_count else fail(error))
                 if time.monotonic() >= deadline:
-                    raise StoreUnavailableError(f"redis.url: Redis is not available: {error}") from error
+                    remedy = f"; {SET_USER}, then start again" if isinstance(_root(error), REFUSED_USER) else ""
+                    raise StoreUnavailableError(f"redis.url: Redis is not available: {error}{remedy}") from error
             await asyncio.sleep(self._pauses.compute(failures))
 
     def _is_passing(self, error: Exception) -> bool:
         # StoreUnavailableError: opening the connection was already retried for the whole time.
         if isinstance(error, StoreUnavailableError):
             return False
-        if isinstance(error, (AuthenticationError, AuthorizationError)):
+        if isinstance(_root(error), REFUSED_USER):
             return self._is_admitted
         lost = (RedisConnectionError, RedisTimeoutError, RedisClusterException, ClusterError, OSError)
         return isinstance(error, lost) or PASSING.search(f"{getattr(error, 'status_code', '')} {error}") is not None

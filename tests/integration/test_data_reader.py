@@ -130,15 +130,15 @@ async def test_a_data_set_that_changes_while_the_pool_runs_is_refused(
     experiment = small_experiment(experiment_name)
     changed = small_experiment(experiment_name, data={"type": "mock", "size": 3})
     async with pool_of(tmp_path, redis_url, experiment) as (pool, reader), reader(changed):
-        with pytest.raises(FailedPreconditionError, match=r"spec\.data: .* 3 tasks and had 8\. Data must be the same"):
+        with pytest.raises(FailedPreconditionError, match=r"it has 3 tasks .* and had 8 .* Data must be the same"):
             await pool.lease(2)
 
 
 CHANGES = {
-    "another order": ("data[130], data[131] = data[131], data[130]", "128 to 131 of 200"),
-    "another task": ("data[199]['prompt'] = 'another'", "196 to 199 of 200"),
-    "other metadata": ("data[0]['level'] = 2", "0 to 3 of 200"),
-    "one task more": ("data.append(data[0])", "201 tasks and had 200"),
+    "another order": "data[130], data[131] = data[131], data[130]",
+    "another task": "data[199]['prompt'] = 'another'",
+    "other metadata": "data[0]['level'] = 2",
+    "one task more": "data.append(data[0])",
 }
 
 
@@ -151,20 +151,47 @@ def of_the_user(folder: Path, name: str, change: str = "") -> Experiment:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_data_that_changes_while_the_pool_is_down_ends_the_pool_with_data_place_and_remedy(
+async def test_data_that_changes_while_the_pool_is_down_ends_the_pool_with_an_error_that_says_what_to_do(
     tmp_path: Path, redis_url: str, experiment_name: str, change: str
 ) -> None:
-    body, place = CHANGES[change]
     for same in (of_the_user(tmp_path, experiment_name), of_the_user(tmp_path, experiment_name)):
         async with pool_of(tmp_path, redis_url, same):
             pass
-    changed = of_the_user(tmp_path, experiment_name, body)
+    changed = of_the_user(tmp_path, experiment_name, CHANGES[change])
     async with running_service(tmp_path, data_reader.start, changed) as reader:
         own = settings(tmp_path, redis_url=redis_url, data_reader=reader.address)
-        with pytest.raises(
-            InvalidArgumentError, match=rf"spec\.data: the data has changed: .*{place}.* Restore it, or"
-        ):
+        tasks = 201 if change == "one task more" else 200
+        words = rf"^spec\.data, or spec\.validation with heldOut: .* it has {tasks} .* had 200 .* Restore it, or"
+        with pytest.raises(InvalidArgumentError, match=words):
             await ServiceProcess("test", own, changed).run(trajectory_pool.start)
+
+
+async def test_data_is_not_compared_with_that_which_another_release_has_read(
+    tmp_path: Path,
+    redis_url: str,
+    experiment_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pool_of(tmp_path, redis_url, small_experiment(experiment_name)):
+        pass
+    changed = small_experiment(experiment_name, data={"type": "mock", "size": 3})
+    monkeypatch.setattr(trajectory_pool, "__version__", "99.1")
+    async with pool_of(tmp_path, redis_url, changed):
+        assert "is not compared" in caplog.text
+    async with running_service(tmp_path, data_reader.start, small_experiment(experiment_name)) as reader:
+        own = settings(tmp_path, redis_url=redis_url, data_reader=reader.address)
+        with pytest.raises(InvalidArgumentError, match=r"it has 8 tasks .* and had 3"):  # the newer release compares
+            await ServiceProcess("test", own, changed).run(trajectory_pool.start)
+
+
+async def test_validation_data_may_change_while_the_pool_is_down(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    for size in (3, 5):
+        validation = {"data": {"type": "mock", "size": size}, "heldOut": False}
+        async with pool_of(tmp_path, redis_url, small_experiment(experiment_name, validation=validation)):
+            pass
 
 
 async def test_a_data_factory_that_does_not_return_is_named_to_the_controller_with_what_to_do(
@@ -195,9 +222,9 @@ async def test_a_data_factory_that_does_not_return_is_named_to_the_controller_wi
 async def test_data_that_changes_its_order_while_the_pool_runs_is_refused(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
-    changed = of_the_user(tmp_path, experiment_name, CHANGES["another order"][0])
+    changed = of_the_user(tmp_path, experiment_name, CHANGES["another order"])
     async with pool_of(tmp_path, redis_url, of_the_user(tmp_path, experiment_name)) as (pool, reader), reader(changed):
-        with pytest.raises(FailedPreconditionError, match=r"spec\.data: the data has changed: .*128 to 131 of 200"):
+        with pytest.raises(FailedPreconditionError, match=r"the data has changed: it has 200 tasks"):
             await pool.lease(2)
 
 

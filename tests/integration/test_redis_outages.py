@@ -121,6 +121,21 @@ async def test_a_call_has_an_end(redis_folder: Path, experiment_name: str, monke
         await require_end(server.url, [server], experiment_name)
 
 
+async def test_a_password_that_was_changed_is_named_with_what_to_do(
+    redis_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nexrl.store.RETRY_SECONDS", 0.2)
+    monkeypatch.setenv("NEXRL_REDIS_PASSWORD", "old")
+    with running(server := Server(program("redis-6.2"), redis_folder)):
+        server.ask("ACL", "SETUSER", "nexrl", "on", "allkeys", "allchannels", "allcommands", ">old")
+        url = server.url.replace("://", "://nexrl@")
+        async with aclosing(await connect_redis(url)) as redis:
+            server.ask("ACL", "SETUSER", "nexrl", "resetpass", ">new")
+            server.ask("CLIENT", "KILL", "USER", "nexrl")
+            with pytest.raises(UnavailableError, match=r"username.*; set .* NEXRL_REDIS_PASSWORD, then start again$"):
+                await redis.ping()
+
+
 async def test_a_call_of_a_cluster_has_an_end(
     redis_folder: Path, experiment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

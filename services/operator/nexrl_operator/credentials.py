@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ class Credentials:
         self._folder = folder or Path(tempfile.mkdtemp(prefix="nexrl-operator-"))
         self._ca: Issued | None = None
         self._known_redis_password: str | None = None
+        self._certificate_users: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         self.redis_logins = RedisLogins(self.release_redis)
 
     async def begin(self) -> None:
@@ -121,11 +123,22 @@ class Credentials:
         return made
 
     def forget_certificate(self, owner: Owner) -> None:
-        """Remove the metric of an experiment without pods: its certificate is renewed when it starts again."""
-        hide_expiry(owner.namespace, f"{owner.name}-tls")
+        """Remove the metric of an experiment without pods: its certificate is renewed when it starts again.
+
+        With `tls: secret`, the experiments of a namespace share one certificate. Its metric is removed with the last.
+        """
+        name = self._certificate_name(owner)
+        users = self._certificate_users[owner.namespace, name]
+        users.discard(owner.name)
+        if not users:
+            hide_expiry(owner.namespace, name)
+
+    def _certificate_name(self, owner: Owner) -> str:
+        return self._settings.tls_secret if self._settings.tls == "secret" else f"{owner.name}-tls"
 
     async def _show_made_by_others(self, owner: Owner) -> None:
-        name = self._settings.tls_secret or f"{owner.name}-tls"
+        name = self._certificate_name(owner)
+        self._certificate_users[owner.namespace, name].add(owner.name)
         found = await self._api.get(SECRET, owner.namespace, name)  # cert-manager creates it later
         if "tls.crt" in (held := (found or {}).get("data") or {}):
             show_expiry(owner.namespace, name, base64.b64decode(held["tls.crt"]))

@@ -137,7 +137,7 @@ class Pool:
 
     async def start_validation(self, version: int) -> int:
         """Begin a round; return its number of samples. Raises FailedPreconditionError while another round runs."""
-        samples = self.source(True).data.items * self.validation.rules.samples_per_task
+        samples = self.source(True).items * self.validation.rules.samples_per_task
         await self.validation.begin_round(version)
         await self.training.hold(version, self.validation_seconds + HOLD_MARGIN_SECONDS)
         return samples

@@ -1,12 +1,13 @@
 """Starts the trajectory pool: data loader, trajectory pool, train batch pool and validator over one Redis."""
 
 import asyncio
-from collections.abc import Sequence
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 
+from nexrl import __version__
 from nexrl.errors import UnavailableError
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.sample_states import IN_FLIGHT
@@ -25,10 +26,12 @@ from nexrl_trajectory_pool.service import (
     ValidatorServicer,
     serve_packed,
 )
-from nexrl_trajectory_pool.task_reader import DataIdentity, TaskReader
+from nexrl_trajectory_pool.task_reader import TaskReader
 
 if TYPE_CHECKING:
     from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
+
+log = logging.getLogger(__name__)
 
 METRICS_SECONDS = 1.0
 
@@ -56,7 +59,7 @@ async def start(process: ServiceProcess) -> None:
     process.on_close(redis.aclose)
     if not process.settings.read_only:
         prefix = key_prefix(experiment.ledger, experiment.spec.model.tag)
-        await require_same_data(redis, prefix, [train, *([validation] if validation else [])])
+        await require_same_data(redis, prefix, train)
     room = await room_bytes(redis)
     pool = Pool(redis, experiment.ledger, experiment.spec, train, validation, room)
     pools = Pools({pool.tag: pool})
@@ -75,16 +78,22 @@ async def start(process: ServiceProcess) -> None:
     await process.set_ready()
 
 
-async def require_same_data(redis: Redis, prefix: str, sources: Sequence[TaskReader]) -> None:
-    """Record the data of a new experiment. Raises InvalidArgumentError if an earlier process had other data.
+async def require_same_data(redis: Redis, prefix: str, train: TaskReader) -> None:
+    """Record the training data of a new experiment. Raises InvalidArgumentError if an earlier process had other data.
 
-    Two short values in Redis, compared once per process.
+    A short value in Redis, compared once per process. Validation data may change between processes: each round reads
+    it from its beginning. Another release of NexRL may read the same rows as other tasks: it records its own digest.
     """
-    for source in sources:
-        key = f"{prefix}data:{source.section}"
-        if not await redis.set(key, source.data.encode(), nx=True):
-            known: Any = await redis.get(key)
-            source.require_same(DataIdentity.decode(known.decode()))
+    key, record = f"{prefix}data", f"{__version__} {train.data}"
+    if await redis.set(key, record, nx=True):
+        return
+    known: Any = await redis.get(key)
+    release, _, before = known.decode().partition(" ")
+    if release == __version__:
+        train.require_same(before)
+    else:
+        log.warning("spec.data was read by NexRL %s before and is not compared; its digest is replaced", release)
+        await redis.set(key, record)
 
 
 async def measure(pool: Pool) -> None:

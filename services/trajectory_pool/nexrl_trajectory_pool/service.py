@@ -111,8 +111,8 @@ class DataLoaderServicer(DataLoaderServiceServicer):
 
     async def GetTask(self, request: loader_pb.GetTaskRequest, context: Context) -> loader_pb.GetTaskResponse:
         source = self._pools[request.model_tag].source(_is_validation(request.purpose))
-        if not 0 <= request.index < source.data.items:
-            raise NotFoundError(f"index: {request.index}; 0 to {source.data.items - 1}")
+        if not 0 <= request.index < source.items:
+            raise NotFoundError(f"index: {request.index}; 0 to {source.items - 1}")
         return loader_pb.GetTaskResponse(task=await source.task_in_source_order(request.index))
 
     async def ResetDataLoader(
@@ -130,7 +130,7 @@ class DataLoaderServicer(DataLoaderServiceServicer):
         state = await ledger.state()
         remaining = -1 if source.total is None else source.total - state["cursor"] + state.added_tasks
         return loader_pb.GetDataLoaderStateResponse(
-            items=source.data.items,
+            items=source.items,
             cursor=state["cursor"],
             remaining=remaining,
             finished=state.exhausted,

@@ -1,9 +1,8 @@
 """Reads the tasks of one purpose from the data reader, some ahead, and keeps the newest."""
 
 import asyncio
-import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from nexrl.errors import (
     DeadlineExceededError,
@@ -26,46 +25,23 @@ READ_SECONDS = 15.0
 """Longest time for the data reader to answer, also while it is restarted. Below the deadline of LeaseTasks."""
 READ_AHEAD = 256
 MAX_KEPT_CHARACTERS = 64 * 2**20
-RANGE_BYTES = 8
-"""Bytes of the digest of one range of the data (ReadTasksResponse.digest)."""
-
-
-class DataIdentity(NamedTuple):
-    """What is the same each time that the same data is read: tasks in one epoch, and ReadTasksResponse.digest."""
-
-    items: int
-    digest: bytes
-
-    def encode(self) -> str:
-        """Return it as text."""
-        return f"{self.items} {self.digest.hex()}"
-
-    @classmethod
-    def decode(cls, text: str) -> "DataIdentity":
-        """Return what `encode` made the text of."""
-        items, _, digest = text.partition(" ")
-        return cls(int(items), bytes.fromhex(digest))
-
-    def difference(self, before: "DataIdentity") -> str:
-        """Return what differs from `before`, for a message."""
-        if self.items != before.items:
-            return f"it has {self.items} tasks and had {before.items}"
-        ranges = [range(at, at + RANGE_BYTES) for at in range(0, len(self.digest), RANGE_BYTES)]
-        changed = next((i for i, r in enumerate(ranges) if any(self.digest[b] != before.digest[b] for b in r)), 0)
-        tasks = math.ceil(self.items / len(ranges))
-        first, last = changed * tasks, min((changed + 1) * tasks, self.items) - 1
-        return f"the first task that differs, or has another place, is one of numbers {first} to {last} of {self.items}"
 
 
 class TaskReader:
-    """The tasks of one purpose. `total` in all epochs; None if there is no limit."""
+    """The tasks of one purpose.
+
+    `items` are the tasks in one epoch, `total` those in all epochs (None if there is no limit). `data` is the same text
+    each time that the same data is read.
+    """
 
     def __init__(
-        self, stub: "DataReaderServiceAsyncStub", purpose: "Purpose.ValueType", data: DataIdentity, total: int | None
+        self, stub: "DataReaderServiceAsyncStub", purpose: "Purpose.ValueType", sizes: pb.ReadTasksResponse
     ) -> None:
-        self.data = data
-        self.total = total
-        self.section = "spec.validation.data" if purpose == PURPOSE_VALIDATION else "spec.data"
+        self.items = sizes.items
+        self.total = None if sizes.total < 0 else sizes.total
+        self.data = _data(sizes)
+        is_validation = purpose == PURPOSE_VALIDATION
+        self._source = "spec.validation.data" if is_validation else "spec.data, or spec.validation with heldOut"
         self._stub = stub
         self._purpose = purpose
         self._kept: dict[int, Task] = {}
@@ -76,7 +52,7 @@ class TaskReader:
     async def open(cls, stub: "DataReaderServiceAsyncStub", purpose: "Purpose.ValueType") -> "TaskReader":
         """Wait until the data reader has read its data. Raises UnavailableError after START_SECONDS."""
         sizes = await call(stub.ReadTasks, pb.ReadTasksRequest(purpose=purpose), timeout_seconds=START_SECONDS)
-        return cls(stub, purpose, _identity(sizes), None if sizes.total < 0 else sizes.total)
+        return cls(stub, purpose, sizes)
 
     async def tasks(self, positions: Sequence[int]) -> Sequence[Task]:
         """Return the tasks at these positions of the sequence of all epochs. Raises the errors of `_read`.
@@ -97,15 +73,16 @@ class TaskReader:
             self._keep(position, task)
         return tasks
 
-    def require_same(self, before: DataIdentity) -> None:
-        """Raise InvalidArgumentError if the data was other data `before`, when this experiment began."""
+    def require_same(self, before: str) -> None:
+        """Raise InvalidArgumentError if `data` was `before` when this experiment began."""
         if self.data != before:
             raise InvalidArgumentError(self._changed(self.data, before))
 
-    def _changed(self, now: DataIdentity, before: DataIdentity) -> str:
+    def _changed(self, now: str, before: str) -> str:
         return (
-            f"{self.section}: the data has changed: {now.difference(before)}. Data must be the same each time it is "
-            "read: the ledger knows a task by its position. Restore it, or start a new experiment with the new data"
+            f"{self._source}: the data has changed: it has {now} and had {before}. Data must be the same each time it "
+            "is read: the ledger knows a task by its position. Restore it, or choose another metadata.name for an "
+            "experiment with the new data"
         )
 
     async def check(self) -> None:
@@ -138,15 +115,15 @@ class TaskReader:
             if isinstance(error, DeadlineExceededError):
                 raise UnavailableError(f"the data reader does not answer: {error}") from error
             raise
-        now = _identity(answer)
+        now = _data(answer)
         self._is_answering = now == self.data
         if now != self.data:
             raise FailedPreconditionError(self._changed(now, self.data))
         return answer.tasks
 
 
-def _identity(answer: pb.ReadTasksResponse) -> DataIdentity:
-    return DataIdentity(answer.items, answer.digest)
+def _data(answer: pb.ReadTasksResponse) -> str:
+    return f"{answer.items} tasks with digest {answer.digest.hex()}"
 
 
 def _cursors(positions: Iterable[int]) -> Sequence[int]:

@@ -447,9 +447,7 @@ class ReadTasksResponse(google.protobuf.message.Message):
     total: builtins.int
     """Items in all epochs; -1 when their number is unlimited."""
     digest: builtins.bytes
-    """Digests of 8 bytes of up to 64 equal ranges of an epoch, in the order of the source. Equal if the tasks and their
-    order are the same.
-    """
+    """Digest of the tasks of an epoch, 16 bytes. Equal if the tasks and their order are the same."""
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.trajectory_pb2.Task]:
         """The tasks from `cursor` on; fewer than `count` at the end of the data, and after 4 MiB."""

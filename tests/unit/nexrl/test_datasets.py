@@ -1,5 +1,8 @@
 """Tasks: seed and epoch determine their order, and an error names file, line and field."""
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +149,31 @@ def test_reasoning_gym_tasks_depend_on_the_seed_only() -> None:
     assert prompts(1) == prompts(1) != prompts(2)
 
 
+OF_THE_GLOBAL_RANDOM = """
+import json
+from pathlib import Path
+from nexrl.datasets import open_dataset
+from nexrl.spec.data import ReasoningGymDataSpec
+data = ReasoningGymDataSpec(type="reasoning_gym", name="list_functions", size=5, seed=1)
+print(json.dumps(open_dataset(data, Path()).tasks))
+"""
+
+
+@needs_reasoning_gym
+def test_generators_that_use_the_global_random_make_the_same_tasks_in_each_process() -> None:
+    def read() -> bytes:
+        return subprocess.run([sys.executable, "-c", OF_THE_GLOBAL_RANDOM], check=True, capture_output=True).stdout
+
+    assert read() == read() != b""
+
+
+@needs_reasoning_gym
+def test_reasoning_gym_leaves_the_global_random_as_it_was() -> None:
+    before = random.getstate()
+    open_dataset(ReasoningGymDataSpec(type="reasoning_gym", name="list_functions", size=5), Path())
+    assert random.getstate() == before
+
+
 @needs_reasoning_gym
 @pytest.mark.parametrize(
     ("name", "config", "words"),
@@ -169,6 +197,12 @@ def factory(folder: Path, body: str, module: str) -> TaskSource:
 def test_a_factory_beside_the_file_is_called_with_the_split(tmp_path: Path) -> None:
     source = factory(tmp_path, "return [{'prompt': split, 'answer': 1}]", "tasks_of_a_split")
     assert source.tasks[0]["prompt"] == "validation"
+
+
+def test_metadata_that_is_not_json_is_the_same_text_in_each_process(tmp_path: Path) -> None:
+    row = "{'prompt': 'a', 'answer': '1', 'scorer': tasks, 'of': [object()], 'day': datetime.date(2026, 1, 2)}"
+    source = factory(tmp_path, f"import datetime; return [{row}]", "tasks_with_a_scorer")
+    assert source.tasks[0]["metadata"] == {"scorer": "<function tasks>", "of": ["<object object>"], "day": "2026-01-02"}
 
 
 @pytest.mark.parametrize(

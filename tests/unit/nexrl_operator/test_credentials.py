@@ -75,9 +75,28 @@ async def test_the_metrics_say_when_a_certificate_expires_that_others_made(
     assert _days_left("expiry", "authority") == AUTHORITY_DAYS  # the newest one counts
 
 
-def _days_left(namespace: str, certificate: str) -> int:
+async def test_the_metric_of_a_shared_certificate_goes_with_the_last_experiment(tmp_path: Path) -> None:
+    made = issue(new_ca(), [], experiment_name("shared", "a"), days=3)
+    shared = SETTINGS.model_copy(update={"tls": "secret", "tls_secret": "ours"})
+    credentials = Credentials(cast("Api", Secrets({**FILES, "tls.crt": made.certificate})), shared, tmp_path)
+    owners = [Owner("shared", name, f"uid-{name}") for name in ("a", "b")]
+    for owner in owners:
+        document = experiment_object(owner.name, "shared", redis={"url": "redis://ours:6379"})
+        await credentials.objects(Renderer(owner, parse_experiment(document, RUN_FOLDER), shared), is_running=True)
+    credentials.forget_certificate(owners[0])
+    credentials.forget_certificate(owners[0])  # once in each reconciliation
+    assert _days_left("shared", "ours") == 3
+    credentials.forget_certificate(owners[1])
+    assert _expires("shared", "ours") is None
+
+
+def _expires(namespace: str, certificate: str) -> float | None:
     labels = {"namespace": namespace, "certificate": certificate}
-    ends = REGISTRY.get_sample_value("nexrl_certificate_expiration_timestamp_seconds", labels)
+    return REGISTRY.get_sample_value("nexrl_certificate_expiration_timestamp_seconds", labels)
+
+
+def _days_left(namespace: str, certificate: str) -> int:
+    ends = _expires(namespace, certificate)
     assert ends is not None
     return round((ends - time.time()) / 86400)
 
