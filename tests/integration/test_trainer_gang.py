@@ -144,24 +144,24 @@ LOSS = """
 import os
 from nexrl.algorithm import LossInputs, LossOutputs
 
-def raises_on_rank_1(inputs: LossInputs) -> LossOutputs:
-    if os.environ.get("NEXRL_RANK") == "1":
+def raises(inputs: LossInputs, ranks: str) -> LossOutputs:
+    if os.environ.get("NEXRL_RANK", "0") in ranks:
         raise ValueError("this rank has had enough")
     clipped_T = inputs.logprobs_T.detach() > 1
     return LossOutputs(-(inputs.weights_T * inputs.logprobs_T).sum(), clipped_T)
 """
 
 
-async def test_code_of_the_user_that_raises_on_one_rank_ends_the_trainer_for_that_reason(
-    tmp_path: Path, redis_url: str, experiment_name: str
+@pytest.mark.parametrize("ranks", ["0", "1", "01"])
+async def test_code_of_the_user_that_raises_on_some_ranks_ends_the_trainer_for_that_reason(
+    tmp_path: Path, redis_url: str, experiment_name: str, ranks: str
 ) -> None:
     (tmp_path / "user_losses_of_ranks.py").write_text(LOSS)
-    own = experiment(experiment_name, 2, loss="user_losses_of_ranks:raises_on_rank_1")
+    own = experiment(experiment_name, 2, loss="user_losses_of_ranks:raises", lossConfig={"ranks": ranks})
     own.metadata.annotations[FOLDER_ANNOTATION] = str(tmp_path)
     async with running_world(tmp_path / "world", redis_url, own) as world:
         assert await world.live() == USERS_FAULT
     *_, last = (world.folder / "trainer.log").read_text().splitlines()
-    assert "rank 1 of the trainer ended with code 10" in last
-    assert "raises_on_rank_1" in last
+    assert "algorithm.loss user_losses_of_ranks:raises: " in last
     assert "this rank has had enough" in last
     assert not list((world.folder / "checkpoints").iterdir())
