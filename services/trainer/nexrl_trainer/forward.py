@@ -50,8 +50,9 @@ class ForwardPass:
 
     `shares_prompts` is the result of another ForwardPass on a model of the same architecture, whose checks are then not
     repeated. `warnings` says what works, but slower than it could. Of several `ranks`, each computes its share of a
-    batch. The model must be whole at construction, and may be sharded afterwards. Raises FailedPreconditionError for a
-    model whose log-probabilities would be wrong.
+    batch, and rank 0 makes the checks for all. The model must be whole at construction, and may be sharded afterwards.
+    Raises FailedPreconditionError for a model whose log-probabilities would be wrong, InvalidArgumentError if sequences
+    may be longer than its context.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class ForwardPass:
         self._check_sequence_length("inference.maxTokensPerRow", settings.max_sequence_tokens)
         row_tokens = max(min(SHARED_ROW_TOKENS, settings.max_tokens_per_micro_batch), MIN_PROBE_COLUMNS)
         if shares_prompts is None:
-            shares_prompts = self._check_model(row_tokens)
+            # A comparison of floats may end differently on another rank, which would split batches differently.
+            own = ranks.rank == 0 and self._check_model(row_tokens)
+            shares_prompts = ranks.broadcast(bytes([own])) == bytes([True])
         self._shared_row_tokens = row_tokens if shares_prompts else 0
 
     @property
@@ -113,9 +116,13 @@ class ForwardPass:
                 raise InvalidArgumentError(f"token_ids: {token_id}; must be from 0 to {vocabulary_size - 1}")
         self._check_sequence_length("train batch", int(max(batch.lengths_B, default=0)))
 
-    def scores(self, micro: MicroBatch, token_ids_P: Tensor) -> TokenScores:
+    def scores(self, micro: MicroBatch, token_ids_P: Tensor, *, entropy_has_gradient: bool = True) -> TokenScores:
         """Return log-probability and entropy of the trained tokens, under the truncated distribution."""
-        return self._run(micro, lambda head: token_scores(head, token_ids_P, self._distribution))
+
+        def finish(head: Head) -> TokenScores:
+            return token_scores(head, token_ids_P, self._distribution, entropy_has_gradient=entropy_has_gradient)
+
+        return self._run(micro, finish)
 
     def distributions(self, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [P, V], float32, at the positions that predict a trained token.
