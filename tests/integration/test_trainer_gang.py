@@ -25,7 +25,6 @@ KILLED, USERS_FAULT = -9, 10
 STEPS, EVERY_STEPS = 20, 4
 KILLS = int(os.environ.get("NEXRL_GANG_KILLS", "30"))
 CALLS = ("LeaseTrainBatch", "AckTrainBatch", "PrepareSync", "CommitSync", "CommitCheckpoint", "ResumeFromCheckpoint")
-ONE_OR_ALL = [CALLS[1:2], pytest.param(CALLS, marks=pytest.mark.chaos)]
 WEIGHT_TOLERANCE = 1e-5
 """Ranks add up gradients in another order, and Adam divides by their size: after 20 steps of 0.01 each."""
 
@@ -60,22 +59,26 @@ def assert_close(weights: Weights, expected: Weights) -> None:
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=WEIGHT_TOLERANCE, err_msg=name)
 
 
-async def test_a_run_on_two_ranks_has_the_weights_of_one_on_a_single_rank(
+async def test_a_gang_of_which_a_rank_is_killed_has_the_weights_of_a_single_rank_and_says_which(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
     one = await undisturbed(tmp_path / "one", redis_url, f"{experiment_name}-one", 1)
-    two = await undisturbed(tmp_path / "two", redis_url, f"{experiment_name}-two", 2)
-    assert two.steps == one.steps
+    async with running_world(tmp_path / "two", redis_url, experiment(f"{experiment_name}-two", 2)) as two:
+        assert await two.live(Death("AckTrainBatch", EVERY_STEPS + 1, is_seen=True, rank=1)) == KILLED
+        *_, last = (two.folder / "trainer.log").read_text().splitlines()
+        assert "rank 1 of the trainer ended with code -9; unless somebody killed it, it used too much memory" in last
+        assert await two.live() == 0
+        assert two.steps == one.steps
     assert_close(newest_weights(two), newest_weights(one))
 
 
-@pytest.mark.parametrize("calls", ONE_OR_ALL, ids=["one", "all"])
+@pytest.mark.chaos
 async def test_a_gang_whose_ranks_are_killed_at_any_call_has_the_weights_of_one_that_never_was(
-    tmp_path: Path, redis_url: str, experiment_name: str, calls: tuple[str, ...]
+    tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
     whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole", 2)
     async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name, 2)) as world:
-        for number, name in enumerate(calls):
+        for number, name in enumerate(CALLS):
             step = 0 if name == "ResumeFromCheckpoint" else 2 * number
             assert await world.live(Death(name, step, is_seen=bool(number % 2), rank=1)) == KILLED
         assert await world.live(Death("AckTrainBatch", 13, is_seen=True)) == KILLED  # of rank 0
@@ -100,16 +103,7 @@ async def test_a_gang_whose_ranks_are_killed_at_random_instants_has_the_weights_
         assert world.final_weights() == whole.final_weights()
 
 
-async def test_a_killed_rank_ends_the_trainer_at_once_and_its_log_says_which(
-    tmp_path: Path, redis_url: str, experiment_name: str
-) -> None:
-    async with running_world(tmp_path / "world", redis_url, experiment(experiment_name, 3)) as world:
-        assert await world.live(Death("AckTrainBatch", 1, is_seen=True, rank=2)) == KILLED
-    *_, last = (world.folder / "trainer.log").read_text().splitlines()
-    assert "rank 2 of the trainer ended with code -9; unless somebody killed it, it used too much memory" in last
-
-
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.chaos), 1])
 async def test_sigterm_on_any_rank_ends_in_one_checkpoint(
     tmp_path: Path, redis_url: str, experiment_name: str, rank: int
 ) -> None:
@@ -144,24 +138,24 @@ LOSS = """
 import os
 from nexrl.algorithm import LossInputs, LossOutputs
 
-def raises_on_rank_1(inputs: LossInputs) -> LossOutputs:
-    if os.environ.get("NEXRL_RANK") == "1":
+def raises(inputs: LossInputs, ranks: str) -> LossOutputs:
+    if os.environ.get("NEXRL_RANK", "0") in ranks:
         raise ValueError("this rank has had enough")
     clipped_T = inputs.logprobs_T.detach() > 1
     return LossOutputs(-(inputs.weights_T * inputs.logprobs_T).sum(), clipped_T)
 """
 
 
-async def test_code_of_the_user_that_raises_on_one_rank_ends_the_trainer_for_that_reason(
-    tmp_path: Path, redis_url: str, experiment_name: str
+@pytest.mark.parametrize("ranks", ["0", "1", "01"])
+async def test_code_of_the_user_that_raises_on_some_ranks_ends_the_trainer_for_that_reason(
+    tmp_path: Path, redis_url: str, experiment_name: str, ranks: str
 ) -> None:
     (tmp_path / "user_losses_of_ranks.py").write_text(LOSS)
-    own = experiment(experiment_name, 2, loss="user_losses_of_ranks:raises_on_rank_1")
+    own = experiment(experiment_name, 2, loss="user_losses_of_ranks:raises", lossConfig={"ranks": ranks})
     own.metadata.annotations[FOLDER_ANNOTATION] = str(tmp_path)
     async with running_world(tmp_path / "world", redis_url, own) as world:
         assert await world.live() == USERS_FAULT
     *_, last = (world.folder / "trainer.log").read_text().splitlines()
-    assert "rank 1 of the trainer ended with code 10" in last
-    assert "raises_on_rank_1" in last
+    assert "algorithm.loss user_losses_of_ranks:raises: " in last
     assert "this rank has had enough" in last
     assert not list((world.folder / "checkpoints").iterdir())

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of one trainer, without its services: rank 0 leads, and the others follow."""
+"""Processes that are the ranks of one trainer, without its services: rank 0 leads, and the others run its commands."""
 
 import ctypes
 import signal
@@ -15,7 +15,7 @@ from nexrl.parent_death import PR_SET_PDEATHSIG
 from nexrl.tokenizers import build_tokenizer
 from nexrl.weights.packing import Snapshot
 from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint, save_checkpoint
-from nexrl_trainer.leader import Leader, follow
+from nexrl_trainer.leader import Leader, run_commands
 from nexrl_trainer.ranks import ONE_RANK, join_ranks
 from nexrl_trainer.step import Learner
 from tests.support.rank_process import RankCase
@@ -49,7 +49,7 @@ def main(rank: int, size: int, rendezvous_file: Path, work: Work, connection: Co
     else:
         ranks = join_ranks(rank, size, torch.device("cpu"), FileStore(str(rendezvous_file), size))
     if rank:
-        follow(work.case.learner(ranks))
+        run_commands(work.case.learner(ranks))
     assert connection is not None
     connection.send(_lead(work.case.learner(ranks, Leader if size > 1 else Learner), work))
 

@@ -85,7 +85,7 @@ def _forward_settings(spec: ExperimentSpec) -> ForwardSettings:
     return ForwardSettings(
         rollout.temperature,
         spec.trainer.max_tokens_per_micro_batch,
-        spec.inference.max_tokens_per_row,
+        spec.max_sequence_tokens,
         rollout.top_p,
         rollout.top_k,
     )

@@ -1,9 +1,7 @@
 """The process of a rank of a trainer other than rank 0, which starts it (`gang.py`)."""
 
-import logging
 import os
 import signal
-import sys
 import threading
 from datetime import timedelta
 
@@ -17,32 +15,22 @@ from nexrl.malloc import keep_freed_memory
 from nexrl.settings import Settings, load_settings
 from nexrl.spec import ExperimentSpec, load_resolved
 from nexrl_trainer.build import build_learner, device_of, prepare_torch
-from nexrl_trainer.gang import LOOPBACK, RANK, RENDEZVOUS_PORT, SIZE, reason_key
-from nexrl_trainer.leader import follow
+from nexrl_trainer.gang import LOOPBACK, RANK, RENDEZVOUS_PORT, SIZE, end_for, reason_key, wait_for_gang_end
+from nexrl_trainer.leader import run_commands
 from nexrl_trainer.ranks import COLLECTIVE_SECONDS, join_ranks
-
-log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Join rank 0, and do what it says until it kills this process. Exits with the exit code of an error."""
+    """Join rank 0, and run its commands until it kills this process. Exits with the exit code of an error."""
     rank, size, port = (int(os.environ[name]) for name in (RANK, SIZE, RENDEZVOUS_PORT))
     _pass_on_sigterm()
     keep_freed_memory()
     store = TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
-    code = 1
     try:
         _serve(rank, size, store, load_settings())
-    except NexrlError as error:
-        log.critical("%s", error)
-        store.set(reason_key(rank), str(error))
-        code = error.exit_code
-    except Exception as error:
-        log.critical("crashed", exc_info=True)
-        store.set(reason_key(rank), f"{type(error).__name__}: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of torch and Gloo must not delay the end
+    except BaseException as error:  # noqa: BLE001  # it ends this process
+        store.set(reason_key(rank), str(error) if isinstance(error, NexrlError) else f"{type(error).__name__}: {error}")
+        end_for(error)
 
 
 def _serve(rank: int, size: int, store: TCPStore, settings: Settings) -> None:
@@ -51,8 +39,9 @@ def _serve(rank: int, size: int, store: TCPStore, settings: Settings) -> None:
     configure_logging(experiment.metadata.name, settings.instance, settings.log_level, kept_in)
     spec = experiment.spec
     prepare_torch(spec)
-    ranks = join_ranks(rank, size, _own_device(spec, rank), store)
-    follow(build_learner(spec, experiment.folder, ranks))
+    with wait_for_gang_end():
+        ranks = join_ranks(rank, size, _own_device(spec, rank), store)
+        run_commands(build_learner(spec, experiment.folder, ranks))
 
 
 def _own_device(spec: ExperimentSpec, rank: int) -> torch.device:

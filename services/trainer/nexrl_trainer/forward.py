@@ -34,8 +34,8 @@ class ForwardSettings:
     """What a forward pass needs to know besides the model.
 
     `temperature`, `top_p` and `top_k` must be those that the tokens were sampled with (see nexrl.truncation).
-    `max_tokens_per_micro_batch` bounds memory, and the length of a sequence; the result does not depend on it.
-    `max_sequence_tokens`: longest sequence that a batch may have, 0 if unknown.
+    `max_tokens_per_micro_batch` bounds memory; the result does not depend on it. A longer sequence is computed alone.
+    `max_sequence_tokens`: longest sequence that a batch of the run may have, 0 if unknown.
     """
 
     temperature: float = 1.0
@@ -50,8 +50,9 @@ class ForwardPass:
 
     `shares_prompts` is the result of another ForwardPass on a model of the same architecture, whose checks are then not
     repeated. `warnings` says what works, but slower than it could. Of several `ranks`, each computes its share of a
-    batch. The model must be whole at construction, and may be sharded afterwards. Raises FailedPreconditionError for a
-    model whose log-probabilities would be wrong.
+    batch, and rank 0 makes the checks for all. The model must be whole at construction, and may be sharded afterwards.
+    Raises FailedPreconditionError for a model whose log-probabilities would be wrong, InvalidArgumentError if sequences
+    may be longer than its context.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class ForwardPass:
         self._check_sequence_length("inference.maxTokensPerRow", settings.max_sequence_tokens)
         row_tokens = max(min(SHARED_ROW_TOKENS, settings.max_tokens_per_micro_batch), MIN_PROBE_COLUMNS)
         if shares_prompts is None:
-            shares_prompts = self._check_model(row_tokens)
+            # A comparison of floats may end differently on another rank, which would split batches differently.
+            own = ranks.rank == 0 and self._check_model(row_tokens)
+            shares_prompts = ranks.broadcast(bytes([own])) == bytes([True])
         self._shared_row_tokens = row_tokens if shares_prompts else 0
 
     @property
@@ -105,19 +108,21 @@ class ForwardPass:
         """Check that the model can compute the batch.
 
         Raises FailedPreconditionError if the result would depend on the split, InvalidArgumentError for a token that
-        the model does not have, and for a sequence that is longer than a micro-batch or than the model's context.
+        the model does not have, and for a sequence that is longer than the model's context.
         """
         vocabulary_size = self.model.config.get_text_config().vocab_size
         for token_id in (batch.token_ids_N.min(initial=0), batch.token_ids_N.max(initial=0)):
             if not 0 <= token_id < vocabulary_size:
                 raise InvalidArgumentError(f"token_ids: {token_id}; must be from 0 to {vocabulary_size - 1}")
-        longest = int(max(batch.lengths_B, default=0))
-        self._check_sequence_length("train batch", longest)
-        self._check_fits(longest)
+        self._check_sequence_length("train batch", int(max(batch.lengths_B, default=0)))
 
-    def scores(self, micro: MicroBatch, token_ids_P: Tensor) -> TokenScores:
+    def scores(self, micro: MicroBatch, token_ids_P: Tensor, *, entropy_has_gradient: bool = True) -> TokenScores:
         """Return log-probability and entropy of the trained tokens, under the truncated distribution."""
-        return self._run(micro, lambda head: token_scores(head, token_ids_P, self._distribution))
+
+        def finish(head: Head) -> TokenScores:
+            return token_scores(head, token_ids_P, self._distribution, entropy_has_gradient=entropy_has_gradient)
+
+        return self._run(micro, finish)
 
     def distributions(self, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [P, V], float32, at the positions that predict a trained token.
@@ -187,28 +192,21 @@ class ForwardPass:
         hidden = torch.finfo(self.model.dtype).min
         return torch.zeros_like(is_seen_BTT, dtype=self.model.dtype).masked_fill(~is_seen_BTT, hidden)[:, None]
 
-    def _check_fits(self, longest: int) -> None:
-        limit, model = self.settings.max_tokens_per_micro_batch, self.model.config
-        if longest > limit:
-            raise InvalidArgumentError(
-                f"train batch: a sequence has {longest} tokens, and trainer.maxTokensPerMicroBatch is {limit}; raise "
-                f"it to {longest} or more if memory allows, or train shorter sequences"
-            )
-        positions = _max_positions(model.get_text_config())
-        if positions and longest > positions:
-            raise InvalidArgumentError(
-                f"train batch: a sequence has {longest} tokens, and the context of {model.model_type} is {positions} "
-                "tokens; train shorter sequences"
-            )
-
     def _check_sequence_length(self, source: str, tokens: int) -> None:
-        for kind, limit in _length_dependent_rope(self.model.config.get_text_config().to_dict()):
+        config = self.model.config.get_text_config()
+        for kind, limit in _length_dependent_rope(config.to_dict()):
             if tokens > limit:
                 raise FailedPreconditionError(
-                    f"{source}: sequences of {tokens} tokens are not supported with {self.model.config.model_type}: "
+                    f"{source}: sequences of {tokens} tokens are not supported with {config.model_type}: "
                     f"above {limit} tokens its RoPE ({kind}) depends on the longest sequence of the micro-batch. Set "
                     f"inference.maxTokensPerRow to {limit} or less"
                 )
+        positions = _max_positions(config)
+        if positions and tokens > positions and not _is_rope_scaled(config.to_dict()):
+            raise InvalidArgumentError(
+                f"{source}: sequences of {tokens} tokens are longer than the context of {config.model_type}, "
+                f"{positions} tokens. Set inference.maxTokensPerRow to {positions} or less"
+            )
 
 
 def _max_positions(config: PreTrainedConfig) -> int | None:
@@ -220,10 +218,20 @@ def _max_positions(config: PreTrainedConfig) -> int | None:
 
 def _length_dependent_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Type and limit (tokens) of each RoPE whose angles change for all tokens once a row is longer than the limit."""
-    parameters = config.get("rope_parameters") or {}
-    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+    for rope in _ropes(config):
         match rope.get("rope_type"):
             case "dynamic":
                 yield "dynamic", config["max_position_embeddings"]
             case "longrope":
                 yield "longrope", rope["original_max_position_embeddings"]
+
+
+def _is_rope_scaled(config: Mapping[str, Any]) -> bool:
+    """True if a RoPE reaches beyond `max_position_embeddings`, as YaRN does. Each type has its own rule how far."""
+    return any(rope.get("rope_type", "default") != "default" for rope in _ropes(config))
+
+
+def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    parameters = config.get("rope_parameters") or {}
+    yield parameters
+    yield from (value for value in parameters.values() if isinstance(value, dict))

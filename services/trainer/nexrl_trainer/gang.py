@@ -1,6 +1,6 @@
-"""The processes of the other ranks of a trainer, as its main process, rank 0, has them.
+"""Starts and watches the processes of a trainer's other ranks. Rank 0, the trainer's main process, uses it.
 
-They share its process group and its output, and end with it. If one of them ends, all end, for that rank's reason.
+The others share its process group and its output, and end with it. If one of them ends, all end, for its reason.
 """
 
 import asyncio
@@ -8,14 +8,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from nexrl import parent_death
-from nexrl.errors import explain_exit
+from nexrl.errors import NexrlError, explain_exit
 from nexrl.weights.transport import cloned, listening_store
 from nexrl_trainer.ranks import Ranks, join_ranks
 
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 RANK, SIZE, RENDEZVOUS_PORT = "NEXRL_RANK", "NEXRL_RANKS", "NEXRL_RENDEZVOUS_PORT"
 """Variables of the other ranks' processes."""
+NOTICE_SECONDS = 5.0
+"""Time in which rank 0's main thread notices that another rank's process has ended, and ends them all."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +47,17 @@ class Gang:
 
         The ranks that still run wait for the one that is gone, so nothing can be finished or saved.
         """
-        ends = {asyncio.create_task(process.wait()): process for process in self.processes}
+        ranks = {asyncio.create_task(process.wait()): rank for rank, process in enumerate(self.processes, 1)}
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(ranks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for end in ends:
-                end.cancel()
-        rank, code = next((rank, p.returncode) for rank, p in enumerate(self.processes, 1) if p.returncode is not None)
+            for wait in ranks:
+                wait.cancel()
+        first = min(ended, key=ranks.__getitem__)
+        rank, code = ranks[first], first.result()
         await self.end()  # or the others would complain of each other after the true reason
         log.critical("rank %d of the trainer ended with code %d%s", rank, code, self._reason(rank, code))
-        _end_like(code)
+        _end_process(code or 1)  # a rank never ends by itself without an error
 
     async def end(self) -> None:
         """Kill the other ranks, which hold nothing that is not in a checkpoint or in the ledger."""
@@ -76,6 +82,28 @@ def reason_key(rank: int) -> str:
     return f"reason/{rank}"
 
 
+def end_for(error: BaseException) -> NoReturn:
+    """Log the error and end this process at once, with the error's exit code."""
+    if isinstance(error, NexrlError):
+        log.critical("%s", error)
+        _end_process(error.exit_code)
+    log.critical("crashed", exc_info=error)
+    _end_process(1)
+
+
+@contextmanager
+def wait_for_gang_end() -> Iterator[None]:
+    """After an error of a collective, wait until rank 0 ends this process. Raise the error if it does not.
+
+    The reason of such an error is mostly that another rank has ended. Rank 0 then ends all with that rank's code.
+    """
+    try:
+        yield
+    except RuntimeError:
+        time.sleep(NOTICE_SECONDS)
+        raise
+
+
 async def _start(rank: int, size: int, instance: str, port: int) -> asyncio.subprocess.Process:
     own = {RANK: str(rank), SIZE: str(size), RENDEZVOUS_PORT: str(port), "NEXRL_INSTANCE": f"{instance}-rank-{rank}"}
     # The child inherits that SIGTERM is blocked: one that comes while it imports waits until it can be passed on.
@@ -83,7 +111,7 @@ async def _start(rank: int, size: int, instance: str, port: int) -> asyncio.subp
     try:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())),
-            *(sys.executable, "-m", "nexrl_trainer.follower"),
+            *(sys.executable, "-P", "-m", "nexrl_trainer.follower"),  # -P: files of the working folder are no modules
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, **own},
         )
@@ -91,10 +119,10 @@ async def _start(rank: int, size: int, instance: str, port: int) -> asyncio.subp
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-def _end_like(code: int) -> None:
-    """End this process at once with the exit code, or by the signal, that a rank ended with."""
+def _end_process(code: int) -> NoReturn:
+    """End this process at once with an exit code, or by signal -`code`."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code < 0:
         os.kill(os.getpid(), -code)
-    os._exit(code or 1)  # a rank never ends by itself without an error
+    os._exit(code)  # threads of torch and Gloo must not delay the end

@@ -1,9 +1,8 @@
-"""The learner of rank 0, which has the other ranks do what it does; and what they do when it tells them.
+"""The learner of rank 0, and the loop in which the other ranks run its commands.
 
-Before each of its methods that communicates, rank 0 broadcasts a RankCommand. Then all ranks call that method.
+Before each method that communicates, rank 0 broadcasts a RankCommand. Then all ranks call that method.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, TrainingFailedError
+from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.models import iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch
@@ -20,20 +19,16 @@ from nexrl.v1 import rank_command_pb2 as pb
 from nexrl.weights.gather import gathered_snapshot
 from nexrl.weights.packing import Snapshot
 from nexrl_trainer.checkpoint import load_checkpoint
+from nexrl_trainer.gang import end_for, wait_for_gang_end
 from nexrl_trainer.step import Learner, LearnerState, LossMetrics, OptimizerMetrics
-
-NOTICE_SECONDS = 5.0
-"""Time in which rank 0's main thread notices that another rank's process has ended, and ends them all."""
 
 
 class Leader(Learner):
     """The learner of rank 0 of several. All calls must be made in one thread: their order is that of all ranks.
 
-    After a call that may have left the ranks at different places, as when code of the user raises on one of them, every
-    further call raises FailedPreconditionError. The processes must then end.
+    An error that not all ranks raise ends this process, and so all ranks, with the exit code of the error: the ranks
+    would no longer make the same calls. An example is code of the user that raises on one rank.
     """
-
-    _broken_by = ""
 
     def forward(self, batch: TrainBatch) -> NDArray[np.float32]:
         """As on a single rank."""
@@ -81,30 +76,27 @@ class Leader(Learner):
 
     @contextmanager
     def _together(self, command: pb.RankCommand) -> Iterator[None]:
-        """Have the other ranks do the same as the block."""
-        if self._broken_by:
-            raise FailedPreconditionError(f"the ranks are no longer at the same place, after: {self._broken_by}")
+        """Run the block on all ranks: it makes the call that `command` names. Raises what all ranks raise."""
         try:
-            with others_first():
+            with wait_for_gang_end():
                 self.ranks.broadcast(command.SerializeToString())
                 yield
         except BaseException as error:
-            if not _is_of_all_ranks(error):
-                self._broken_by = f"{type(error).__name__}: {error}"
-            raise
+            if _is_of_all_ranks(error):
+                raise
+            end_for(error)
 
 
-def follow(learner: Learner) -> None:
-    """Do what rank 0 says, until this process is ended. `learner` is that of another rank.
+def run_commands(learner: Learner) -> None:
+    """Run the commands of rank 0 until this process is killed. `learner` is that of another rank.
 
     Raises what the learner raises, unless all ranks raise it.
     """
     while True:
-        with others_first():
-            _obey(learner, pb.RankCommand.FromString(learner.ranks.broadcast(None)))
+        _execute(learner, pb.RankCommand.FromString(learner.ranks.broadcast(None)))
 
 
-def _obey(learner: Learner, command: pb.RankCommand) -> None:
+def _execute(learner: Learner, command: pb.RankCommand) -> None:
     try:
         _call(learner, command)
     except TrainingFailedError as error:
@@ -144,13 +136,3 @@ def _gather_weights(learner: Learner, bucket_bytes: int) -> Snapshot | None:
 def _is_of_all_ranks(error: BaseException) -> bool:
     """True for a loss or gradient that is not finite: all ranks find it. Code of the user may raise on one rank."""
     return isinstance(error, TrainingFailedError) and error.__cause__ is None
-
-
-@contextmanager
-def others_first() -> Iterator[None]:
-    """An error of a collective is mostly the end of another rank. Give rank 0 the time to end this process for that."""
-    try:
-        yield
-    except RuntimeError:
-        time.sleep(NOTICE_SECONDS)
-        raise

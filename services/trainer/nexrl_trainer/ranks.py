@@ -1,8 +1,8 @@
 """The ranks that train one model together: processes that hold its shards and compute shares of the same batch.
 
-Each rank makes the same calls with the same batch. A model is gathered layer by layer for each pass (FSDP2), so every
-rank must do the same number of passes. Here is the one place that makes the mesh of ranks: a further kind of
-parallelism is a further dimension of it.
+Each rank makes the same calls with the same batch. FSDP2 gathers the model layer by layer for each pass, so all ranks
+must run the same number of passes. Only this module creates the mesh of ranks: another kind of parallelism adds a
+dimension to it.
 """
 
 import os
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 COLLECTIVE_SECONDS = 600.0
 """Longest time that the ranks wait for each other within a step. The end of a rank is noticed at once."""
 _COMMAND_WAIT = timedelta(days=365)
-"""Rank 0 waits for batches without limit, so the others wait for its commands as long; they end when it ends."""
+"""The other ranks wait for commands as long as rank 0 waits for a batch: without limit. They end when it ends."""
 _DATA = "data"
 """The dimension of the mesh over which parameters are sharded and sequences are split."""
 _CPU = torch.device("cpu")
@@ -44,10 +44,10 @@ class Ranks:
     device: torch.device = _CPU
     mesh: DeviceMesh | None = None
     commands: dist.ProcessGroup | None = None
-    """A group of its own for `broadcast`, on CPUs: its waits have no limit, and no GPU is busy meanwhile."""
+    """The group of `broadcast`, on CPUs: its waits have no limit, and keep no GPU busy."""
 
     def shard(self, model: PreTrainedModel) -> None:
-        """Shard the model's parameters over the ranks, each decoder layer for itself. Does nothing on a single rank.
+        """Shard the model's parameters over the ranks, each decoder layer separately. Does nothing on a single rank.
 
         Ranks add up their gradients, in float32, and do not average them: the loss has one denominator for all ranks.
         """
@@ -74,7 +74,7 @@ class Ranks:
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def of_each(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors that the ranks give, which have one shape, in the order of the ranks and on the CPU."""
+        """Return the tensor of each rank, in the order of ranks, on the CPU. All must have the same shape."""
         if self.mesh is None:
             return [tensor]
         own = tensor.to(self.device)
@@ -85,7 +85,7 @@ class Ranks:
     def gather(self, tensors: Mapping[KeyT, Tensor]) -> dict[KeyT, Tensor]:
         """Return the whole tensors, on the CPU, to rank 0, and nothing to other ranks. A single rank gets `tensors`.
 
-        All ranks give their shards in the same order. A rank other than 0 holds one whole tensor at a time.
+        All ranks must pass their shards in the same order. A rank other than 0 holds one whole tensor at a time.
         """
         if self.mesh is None:
             return dict(tensors)
@@ -97,7 +97,7 @@ class Ranks:
         return gathered
 
     def broadcast(self, content: bytes | None) -> bytes:
-        """Return the bytes that rank 0 gives; what other ranks give is ignored. Waits for rank 0 without limit."""
+        """Return the content that rank 0 passes; that of other ranks is ignored. Waits for rank 0 without limit."""
         if self.mesh is None:
             return content or b""
         size = torch.tensor([len(content or b"")])

@@ -13,7 +13,7 @@ from nexrl.activity import ActivityTracker
 from nexrl.client import BatchClient, TrainBatchClient
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.run_layout import TRAJECTORIES_FOLDER, checkpoints_path
-from nexrl.spec import ExperimentSpec
+from nexrl.spec import Experiment, ExperimentSpec
 from nexrl.spec.trainer import ResumeFromPath
 from nexrl.tokenizers import build_tokenizer
 from nexrl.train_batch import TrainBatch
@@ -24,7 +24,7 @@ from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender
 from nexrl_trainer.build import build_learner, device_of, learner_warnings, prepare_torch, reference_logprobs
-from nexrl_trainer.gang import start_gang
+from nexrl_trainer.gang import Gang, start_gang, wait_for_gang_end
 from nexrl_trainer.leader import Leader
 from nexrl_trainer.loop import Checkpoints, TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, build_processor
@@ -82,8 +82,13 @@ async def _lead(process: ServiceProcess) -> Learner:
     gang = await start_gang(spec.trainer.processes_per_replica, process.settings.instance)
     process.on_close(gang.end)
     process.spawn(gang.watch())
-    ranks = await asyncio.to_thread(gang.join, device_of(spec))
-    return await asyncio.to_thread(build_learner, spec, process.experiment.folder, ranks, Leader)
+    return await asyncio.to_thread(_join_and_build, gang, process.experiment)
+
+
+def _join_and_build(gang: Gang, experiment: Experiment) -> Learner:
+    with wait_for_gang_end():
+        ranks = gang.join(device_of(experiment.spec))
+        return build_learner(experiment.spec, experiment.folder, ranks, Leader)
 
 
 async def report_warnings(activity: ActivityTracker, warnings: Sequence[str]) -> None:

@@ -221,7 +221,8 @@ class Learner:
         totals: "_LossTotals",
     ) -> None:
         token_ids_P = self._tensor(batch.token_ids_N[micro.tokens_P])
-        scores = self.forward_pass.scores(micro, token_ids_P)
+        has_bonus = objective.algorithm.entropy_coefficient > 0
+        scores = self.forward_pass.scores(micro, token_ids_P, entropy_has_gradient=has_bonus)
         if not len(token_ids_P):  # other ranks have more micro-batches, and wait for this one's part in the gradient
             scores.logprobs_P.sum().backward()
             return

@@ -28,31 +28,33 @@ class TokenScores(NamedTuple):
     entropy_P: Tensor
 
 
-Score: TypeAlias = Callable[[Tensor, Tensor], TokenScores]
-"""Computes the scores of tokens [R] from their logits [R, V], row by row."""
+Distribution: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Computes log-probabilities [R, V] from logits [R, V] and the tokens [R] that were drawn, row by row."""
 
 
-def token_scores(head: Head, token_ids_P: Tensor, distribution: Callable[[Tensor, Tensor], Tensor]) -> TokenScores:
-    """Return the scores of the tokens. `distribution` makes log-probabilities [R, V] of logits [R, V] and tokens [R].
+def token_scores(
+    head: Head, token_ids_P: Tensor, distribution: Distribution, *, entropy_has_gradient: bool = True
+) -> TokenScores:
+    """Return the scores of the tokens.
 
-    Logits larger than a chunk are computed chunk by chunk, and again in the backward pass: at no time is more in memory
-    than one chunk and a few blocks. Gradients are added up in float32. Logits of one block take the plain way, which
-    has the fewest operations. So does a head that is not one linear layer, such as one with an adapter.
+    Logits larger than a chunk are computed chunk by chunk, and again in the backward pass: at no time are more in
+    memory than one chunk and a few blocks. Gradients are added up in float32, so the weight of the head has a float32
+    gradient meanwhile. A 16-bit weight also has a float32 copy: two of its size in float32 in all. Logits of one block
+    take the plain way, which has the fewest operations. So does a head that is not one linear layer, such as one with
+    an adapter.
     """
-
-    def score(logits_RV: Tensor, token_ids_R: Tensor) -> TokenScores:
-        logprobs_RV = distribution(logits_RV, token_ids_R)
-        return TokenScores(chosen_logprobs(logprobs_RV, token_ids_R), token_entropy(logprobs_RV))
-
     module = head.module
     if not isinstance(module, nn.Linear) or len(token_ids_P) <= _rows(BLOCK_BYTES, module.weight):
-        return score(head.logits(), token_ids_P)
+        logprobs_PV = distribution(head.logits(), token_ids_P)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_has_gradient):
+            entropy_P = token_entropy(logprobs_PV)
+        return TokenScores(chosen_logprobs(logprobs_PV, token_ids_P), entropy_P)
 
-    def score_after_head(logits_RV: Tensor, token_ids_R: Tensor) -> TokenScores:
-        return score(head.after(logits_RV), token_ids_R)
+    def after_head(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+        return distribution(head.after(logits_RV), token_ids_R)
 
     logprobs_P, entropy_P = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
-        head.hidden_PH, module.weight, module.bias, token_ids_P, score_after_head
+        head.hidden_PH, module.weight, module.bias, token_ids_P, after_head
     )
     return TokenScores(logprobs_P, entropy_P)
 
@@ -67,10 +69,15 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, token_ids_P: Tensor, score: Score
+        ctx: Any,
+        hidden_PH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        token_ids_P: Tensor,
+        distribution: Distribution,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden_PH, weight_VH, bias_V, token_ids_P)
-        ctx.score = score
+        ctx.distribution = distribution
         ctx.kept_logits_CV = None
         ctx.set_materialize_grads(False)
         logprobs_P, entropy_P = torch.empty(2, len(hidden_PH), device=hidden_PH.device).unbind()
@@ -78,7 +85,10 @@ class _ChunkedScores(torch.autograd.Function):
         for chunk in _cut(len(hidden_PH), _rows(CHUNK_BYTES, weight_VH)):
             logits_CV = linear(hidden_PH[chunk], weight_VH, bias_V)
             for block, rows in _blocks(chunk, weight_VH):
-                logprobs_P[rows], entropy_P[rows] = score(logits_CV[block], token_ids_P[rows])
+                logprobs_RV = distribution(logits_CV[block], token_ids_P[rows])
+                logprobs_P[rows] = chosen_logprobs(logprobs_RV, token_ids_P[rows])
+                entropy_P[rows] = token_entropy(logprobs_RV)
+                del logprobs_RV
             if len(logits_CV) == len(hidden_PH):
                 ctx.kept_logits_CV = logits_CV
             del logits_CV  # or it would live until the next chunk is there
@@ -99,7 +109,7 @@ class _ChunkedScores(torch.autograd.Function):
             for block, rows in _blocks(chunk, weight):
                 given = [None if gradient_P is None else gradient_P[rows] for gradient_P in gradients_P]
                 # In place: the logits of these rows are not needed again.
-                logits_CV[block] = _logits_gradient(ctx.score, logits_CV[block], token_ids_P[rows], given)
+                logits_CV[block] = _logits_gradient(ctx.distribution, logits_CV[block], token_ids_P[rows], *given)
             of_hidden_PH[chunk] = logits_CV @ weight
             if of_weight_VH is not None:
                 of_weight_VH.addmm_(logits_CV.T, hidden_PH[chunk].float())
@@ -109,13 +119,24 @@ class _ChunkedScores(torch.autograd.Function):
         return of_hidden_PH, _as(weight_VH, of_weight_VH), _as(bias_V, of_bias_V), None, None
 
 
-def _logits_gradient(score: Score, logits_RV: Tensor, token_ids_R: Tensor, given: list[Tensor | None]) -> Tensor:
+def _logits_gradient(
+    distribution: Distribution,
+    logits_RV: Tensor,
+    token_ids_R: Tensor,
+    of_logprobs_R: Tensor | None,
+    of_entropy_R: Tensor | None,
+) -> Tensor:
+    outputs, gradients = [], []
     with torch.enable_grad():
         logits_RV = logits_RV.detach().requires_grad_()
-        scores = score(logits_RV, token_ids_R)
-    wanted = [pair for pair in zip(scores, given, strict=True) if pair[1] is not None]
-    found, gradients = zip(*wanted, strict=True)
-    (of_logits_RV,) = torch.autograd.grad(found, logits_RV, gradients)
+        logprobs_RV = distribution(logits_RV, token_ids_R)
+        if of_logprobs_R is not None:
+            outputs.append(chosen_logprobs(logprobs_RV, token_ids_R))
+            gradients.append(of_logprobs_R)
+        if of_entropy_R is not None:
+            outputs.append(token_entropy(logprobs_RV))
+            gradients.append(of_entropy_R)
+    (of_logits_RV,) = torch.autograd.grad(outputs, logits_RV, gradients)
     return of_logits_RV
 
 

@@ -22,7 +22,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class RankCommand(google.protobuf.message.Message):
-    """What rank 0 of a trainer has the other ranks do, which all ranks then do together. It stays inside one trainer."""
+    """A command of rank 0 to the other ranks of its trainer. All ranks, rank 0 included, then run it together."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -37,7 +37,7 @@ class RankCommand(google.protobuf.message.Message):
         VERB_FORWARD: RankCommand._Verb.ValueType  # 1
         """Compute this rank's share of the log-probabilities of `tensors`."""
         VERB_FORWARD_BACKWARD: RankCommand._Verb.ValueType  # 2
-        """Add the gradient of this rank's share of `tensors` to what it has accumulated."""
+        """Add the gradient of this rank's share of `tensors` to the accumulated gradient."""
         VERB_CLEAR_GRADIENTS: RankCommand._Verb.ValueType  # 3
         """Drop the accumulated gradient."""
         VERB_OPTIMIZER_STEP: RankCommand._Verb.ValueType  # 4
@@ -50,14 +50,14 @@ class RankCommand(google.protobuf.message.Message):
         """Load this rank's shards from `checkpoint`."""
 
     class Verb(_Verb, metaclass=_VerbEnumTypeWrapper):
-        """What a rank can be told to do."""
+        """The call that all ranks make."""
 
     VERB_UNSPECIFIED: RankCommand.Verb.ValueType  # 0
     """Never sent."""
     VERB_FORWARD: RankCommand.Verb.ValueType  # 1
     """Compute this rank's share of the log-probabilities of `tensors`."""
     VERB_FORWARD_BACKWARD: RankCommand.Verb.ValueType  # 2
-    """Add the gradient of this rank's share of `tensors` to what it has accumulated."""
+    """Add the gradient of this rank's share of `tensors` to the accumulated gradient."""
     VERB_CLEAR_GRADIENTS: RankCommand.Verb.ValueType  # 3
     """Drop the accumulated gradient."""
     VERB_OPTIMIZER_STEP: RankCommand.Verb.ValueType  # 4
@@ -92,7 +92,7 @@ class RankCommand(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     BUCKET_BYTES_FIELD_NUMBER: builtins.int
     verb: Global___RankCommand.Verb.ValueType
-    """What to do."""
+    """The call."""
     checkpoint: builtins.str
     """Folder of a complete checkpoint."""
     bucket_bytes: builtins.int

@@ -105,19 +105,32 @@ def test_a_rope_that_depends_on_the_longest_row_is_refused_where_it_does(build: 
         forward_pass.logprobs(TrainBatch.pack([sequence(33)]))
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "refusal"),
-    [
-        (48, r"has 50 tokens, and trainer\.maxTokensPerMicroBatch is 48; raise it to 50 or more"),
-        (128, "has 50 tokens, and the context of llama is 40 tokens"),
-    ],
-)
-def test_a_batch_that_cannot_fit_is_refused_before_any_gradient(max_tokens: int, refusal: str) -> None:
+def test_sequences_longer_than_the_context_are_refused_at_start_and_before_any_gradient() -> None:
     model = replace(LLAMA, settings={"max_position_embeddings": 40}).build()
-    forward_pass = ForwardPass(model, ForwardSettings(max_tokens_per_micro_batch=max_tokens))
-    with pytest.raises(InvalidArgumentError, match=refusal):
+    too_long = (
+        r"50 tokens are longer than the context of llama, 40 tokens\. Set inference\.maxTokensPerRow to 40 or less"
+    )
+    with pytest.raises(InvalidArgumentError, match=f"inference.maxTokensPerRow: sequences of {too_long}"):
+        ForwardPass(model, ForwardSettings(max_sequence_tokens=50))
+    forward_pass = ForwardPass(model, ForwardSettings())
+    with pytest.raises(InvalidArgumentError, match=f"train batch: sequences of {too_long}"):
         forward_pass.micro_batches(TrainBatch.pack([sequence(12), sequence(50)]))
     assert forward_pass.micro_batches(TrainBatch.pack([sequence(12), sequence(40)]))
+
+
+def test_scaled_rope_reaches_beyond_max_position_embeddings() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = replace(LLAMA, settings={"rope_parameters": rope, "max_position_embeddings": 32}).build()
+    forward_pass = ForwardPass(model, ForwardSettings(max_sequence_tokens=128))
+    batch = TrainBatch.pack([sequence(128), sequence(9)])
+    np.testing.assert_allclose(forward_pass.logprobs(batch), plain_logprobs(model, batch), atol=1e-5)
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_computed_alone() -> None:
+    model = LLAMA.build()
+    forward_pass = ForwardPass(model, ForwardSettings(max_tokens_per_micro_batch=16))
+    batch = TrainBatch.pack([sequence(12), sequence(50)])
+    np.testing.assert_allclose(forward_pass.logprobs(batch), plain_logprobs(model, batch), atol=1e-5)
 
 
 def all_see_each_other(micro: MicroBatch) -> MicroBatch:

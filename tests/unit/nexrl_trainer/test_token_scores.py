@@ -15,7 +15,7 @@ from nexrl.train_batch import TrainBatch
 from nexrl_trainer import token_scores as scores_module
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.head import Head, linear
-from nexrl_trainer.losses import LOSSES
+from nexrl_trainer.losses import LOSSES, token_entropy
 from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.token_scores import token_scores
 from tests.support.batches import group_of_samples
@@ -100,6 +100,25 @@ def test_chunks_change_no_loss(loss: str, entropy_coefficient: float, cut: Calla
     expected = trained(family.build(), batch, **algorithm)
     cut()
     assert_same(trained(family.build(), batch, **algorithm), expected)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.1])
+def test_entropy_has_a_graph_only_if_it_is_in_the_loss(
+    entropy_coefficient: float, is_cut: bool, cut: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[bool] = []
+
+    def noting(logprobs_RV: Tensor) -> Tensor:
+        graphs.append(torch.is_grad_enabled())
+        return token_entropy(logprobs_RV)
+
+    monkeypatch.setattr(scores_module, "token_entropy", noting)
+    if is_cut:
+        cut()
+    algorithm = {"loss": "reinforce", "entropy_coefficient": entropy_coefficient}
+    trained(FAMILIES_BY_TYPE["llama"].build(), group_of_samples(seed=1), **algorithm)
+    assert any(graphs) == (entropy_coefficient > 0)
 
 
 def test_logits_of_one_chunk_are_kept_and_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
