@@ -1,4 +1,6 @@
-"""Checkpoints in object storage, of a run and of those that it continues. The marker is written last and deleted first, so a torn copy has none.
+"""Checkpoints of a run in object storage, and of those that it continues.
+
+The marker is written last and deleted first, so a torn copy has none.
 
 checkpoints/global_step_<n>/      as in the run's folder (nexrl_trainer.checkpoint)
 """

@@ -82,7 +82,6 @@ class Uploads:
         """Copy the newest checkpoint from the storage, if it is newer than those of the run's folder.
 
         The ledger has `durable_steps` in checkpoints, and `trained` steps after them.
-
         A problem is only reported if the run can go on without the storage. Otherwise this waits START_SECONDS for the
         storage, then raises UnavailableError. If the storage refuses, or has another run, a run that has not trained
         yet fails with InvalidArgumentError; a later one is restarted.
@@ -95,9 +94,8 @@ class Uploads:
                 if self._can_go_on(durable_steps, trained):
                     return await self._report(error)
                 if not isinstance(error, UnavailableError) or time.monotonic() > deadline:
-                    is_new = not (durable_steps + trained)
-                    is_refused = isinstance(error, InvalidArgumentError | AlreadyExistsError)
-                    raise (InvalidArgumentError if is_new and is_refused else UnavailableError)(str(error)) from error
+                    is_passing = isinstance(error, UnavailableError | OSError) or durable_steps + trained > 0
+                    raise (UnavailableError if is_passing else InvalidArgumentError)(str(error)) from error
                 await asyncio.sleep(FIRST_PAUSE_SECONDS)
             else:
                 if fetched is not None:
