@@ -53,7 +53,7 @@ async def test_a_run_that_another_has_continued_writes_and_deletes_nothing_there
     (new / "metrics.jsonl").write_text("steps 7 to 100")
     await copy(second, checkpoint(new / "checkpoints", 100))
     before = s3.names("lab/test")
-    await copy(first, checkpoint(old / "checkpoints", 8), 1.0)
+    await copy(first, checkpoint(old / "checkpoints", 8), 3.0)
     assert s3.names("lab/test") == before
     assert "has the results of an earlier run, or of one that runs now" in caplog.text
     kept = {(s3.bucket / f"lab/test/records/{run_id(run)}/metrics.jsonl").read_text() for run in (old, new)}
@@ -152,10 +152,10 @@ async def test_the_end_waits_while_files_are_copied(
     monkeypatch.setattr("nexrl_trainer.uploads.RunStorage", SlowStorage)
     uploads = new_uploads(s3, tmp_path)
     (tmp_path / "logs").mkdir()
-    for number in range(10):
+    for number in range(15):
         (tmp_path / f"logs/{number}.log").write_text("log")
-    await uploads.finish(2.0, LIMIT)
-    assert len(s3.names(f"lab/test/records/{run_id(tmp_path)}")) == 10
+    await uploads.finish(4.0, LIMIT)
+    assert len(s3.names(f"lab/test/records/{run_id(tmp_path)}")) == 15
     assert "not complete" not in caplog.text
 
 
