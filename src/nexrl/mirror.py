@@ -1,62 +1,57 @@
 """Copies what changes in a run's folder to object storage: logs, metrics, trajectories, report, but no checkpoints."""
 
-import contextlib
-import json
+import logging
+import time
 from pathlib import Path
 
+from nexrl.errors import UnavailableError
 from nexrl.results import records
-from nexrl.run_layout import EXPERIMENT_FILE, UPLOADED_FILE
-from nexrl.storage import RunStorage
+from nexrl.run_layout import EXPERIMENT_FILE
+from nexrl.storage import RECORDS_FOLDER, RunStorage, run_id
 
-Stamp = tuple[int, int]
-"""Size in bytes and time of change in ns of a file when it was copied."""
+log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """The files of a run's folder that are worth keeping, in object storage.
+    """The files of a run's folder that are worth keeping, in object storage: `records/<run id>/`, same names inside.
 
-    What was copied is noted in the run's folder, so that another process continues: the trainer copies while the run
-    goes on, `nexrl run` at its end.
+    Two processes may copy one run: the trainer while it goes on, `nexrl run` at its end.
     """
 
     def __init__(self, storage: RunStorage, run: Path, experiment_file: Path) -> None:
         """`experiment_file` is the resolved experiment; on a cluster it is not in the run's folder."""
         self._storage, self._run, self._experiment_file = storage, run, experiment_file
-        self._copied: dict[str, Stamp] = self._read_note()
+        self._left_out: set[str] = set()
 
-    def copy_changes(self) -> None:
-        """Copy each file that has changed since it was last copied. Raises what RunStorage.put raises, except OSError.
+    def copy_changes(self, limit_seconds: float = float("inf")) -> None:
+        """Copy each file whose size is not that of its copy, or that was changed after its copy was made.
 
-        A file that was deleted or rotated meanwhile is left for the next time.
+        After `limit_seconds` no further file is begun. Raises UnavailableError then, and what RunStorage.put raises,
+        except OSError: a file that was deleted or rotated meanwhile is left for the next time.
         """
-        files = {EXPERIMENT_FILE: self._experiment_file, **records(self._run, everything=True)}
-        before = dict(self._copied)
-        try:
-            for name, path in files.items():
-                with contextlib.suppress(OSError):
-                    self._copy_if_changed(name, path)
-        finally:
-            if self._copied != before:
-                self._write_note()
+        deadline = time.monotonic() + limit_seconds
+        folder = f"{RECORDS_FOLDER}/{run_id(self._run)}"
+        stored = self._storage.stamps(folder)
+        for name, path in {EXPERIMENT_FILE: self._experiment_file, **records(self._run, everything=True)}.items():
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"{self._storage.address}: not all is copied after {limit_seconds:g} s")
+            if path.suffix == ".tmp":
+                continue
+            if not name.isprintable():
+                self._leave_out(name, "its name is not printable; rename it")
+                continue
+            try:
+                if _has_changed(path, stored.get(f"{folder}/{name}")):
+                    self._storage.put(f"{folder}/{name}", path)
+            except OSError as error:
+                self._leave_out(name, str(error))
 
-    def _copy_if_changed(self, name: str, path: Path) -> None:
-        found = path.stat()
-        stamp = found.st_size, found.st_mtime_ns  # taken first: a change while it is copied is copied next time
-        if self._copied.get(name) != stamp and path.suffix != ".tmp":
-            self._storage.put(name, path)
-            self._copied[name] = stamp
+    def _leave_out(self, name: str, why: str) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            log.warning("%r is not copied: %s", name, why)
 
-    def _read_note(self) -> dict[str, Stamp]:
-        try:
-            note = json.loads((self._run / UPLOADED_FILE).read_text())
-            return {name: (size, ns) for name, (size, ns) in note["files"].items()} if self._is_mine(note) else {}
-        except (OSError, ValueError, LookupError):  # none yet, or torn: everything is copied again
-            return {}
 
-    def _is_mine(self, note: dict[str, object]) -> bool:
-        return note["address"] == self._storage.address
-
-    def _write_note(self) -> None:
-        partial = self._run / f"{UPLOADED_FILE}.tmp"
-        partial.write_text(json.dumps({"address": self._storage.address, "files": self._copied}))
-        partial.replace(self._run / UPLOADED_FILE)
+def _has_changed(path: Path, stored: tuple[int, float] | None) -> bool:
+    found = path.stat()
+    return stored is None or found.st_size != stored[0] or found.st_mtime > stored[1]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from nexrl.checkpoint_files import check_files
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from nexrl.run_layout import (
     CHECKPOINT_MARKER,
@@ -29,7 +30,7 @@ from nexrl.run_layout import (
     TRAJECTORIES_FOLDER,
     checkpoints_by_step,
 )
-from nexrl.storage import RUN_FILE, RunStorage
+from nexrl.storage import RECORDS_FOLDER, RunStorage
 
 _STORED_MARKER = re.compile(rf"{CHECKPOINTS_FOLDER}/{CHECKPOINT_PREFIX}(\d+)/{re.escape(CHECKPOINT_MARKER)}")
 _KEPT = (EXPERIMENT_FILE, CODE_FOLDER, METRICS_FILE, SUMMARY_FILE, REWARD_FILE, LOGS_FOLDER)
@@ -73,34 +74,39 @@ def copy_results(files: dict[str, Path], folder: Path) -> None:
 def copy_stored_results(uri: str, folder: Path, *, everything: bool) -> None:
     """Copy the results of a run from object storage to `folder`. `uri` ends with the name of the experiment.
 
-    Raises NotFoundError if there is no run, AlreadyExistsError if `folder` exists, and what RunStorage raises.
+    Raises NotFoundError if there is no run, AlreadyExistsError if `folder` exists, FailedPreconditionError if a
+    checkpoint is damaged or replaced meanwhile, and what RunStorage raises.
     """
     storage = RunStorage(uri.rstrip("/"))
-    names = storage.names()
-    if RUN_FILE not in names:
+    if (owner := storage.owner()) is None:
         raise NotFoundError(f"{uri}: not the folder of a run; name it as <storage.uri>/[<namespace>/]<experiment>")
     with new_folder(folder) as partial:
-        for name in _chosen(names, everything=everything):
-            path = partial / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            storage.get(name, path)
+        for kept, name in _chosen(storage.names(), owner.run, everything=everything).items():
+            (partial / kept).parent.mkdir(parents=True, exist_ok=True)
+            storage.get(name, partial / kept)
+        for checkpoint in checkpoints_by_step(partial / CHECKPOINTS_FOLDER).values():
+            check_files(checkpoint)
     sys.stdout.write(f"{uri}: {described(folder)} in {folder}\n")
 
 
-def _chosen(names: Sequence[str], *, everything: bool) -> list[str]:
-    """Return the names of the files to copy. Incomplete checkpoints are left out."""
-    steps = {int(match[1]): match[0] for name in names if (match := _STORED_MARKER.fullmatch(name))}
+def stored_steps(names: Sequence[str]) -> dict[int, str]:
+    """Return the markers among the names of files in object storage, by step: the complete checkpoints."""
+    return {int(match[1]): match[0] for name in names if (match := _STORED_MARKER.fullmatch(name))}
+
+
+def _chosen(names: Sequence[str], run: str, *, everything: bool) -> dict[str, str]:
+    """Return the files to copy from the storage, by their names in the results. Incomplete checkpoints are left out.
+
+    With `everything`, these contain the records of earlier runs as well, named as in the storage.
+    """
+    steps = stored_steps(names)
     newest = {marker.rpartition("/")[0] for step, marker in steps.items() if everything or step == max(steps)}
-    left_out = {RUN_FILE} if everything else {RUN_FILE, TRAJECTORIES_FOLDER}
-    return [
-        name
-        for name in names
-        if (
-            name.rpartition("/")[0] in newest
-            if name.startswith(CHECKPOINTS_FOLDER)
-            else name.split("/")[0] not in left_out
-        )
-    ]
+    checkpoints = [name for name in names if name.rpartition("/")[0] in newest]
+    own = f"{RECORDS_FOLDER}/{run}/"
+    kept = {name.removeprefix(own): name for name in names if name.startswith(f"{RECORDS_FOLDER}/")}
+    left_out = () if everything else (RECORDS_FOLDER, TRAJECTORIES_FOLDER)
+    wanted = {short: name for short, name in kept.items() if short.split("/")[0] not in left_out}
+    return wanted | {name: name for name in checkpoints}
 
 
 def write_tar(files: dict[str, Path], out: BinaryIO) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nexrl.run_layout import CHECKPOINT_MARKER
+from nexrl.storage import run_id
 from tests.support.object_storage import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, running_s3
 from tests.support.runs import OUTPUT, metrics_of, nexrl, running
 
@@ -39,18 +40,20 @@ async def test_results_survive_the_folder_of_the_run(s3: S3Server, tmp_path: Pat
     root.mkdir()
     shutil.copy(EXAMPLE.with_name("sort_digits.py"), root)
     assert await run_to_its_end(root, "trainer.steps=4") == 0
-    assert f"copy of the results: s3://{BUCKET}/{FOLDER}" in (root / OUTPUT).read_text()
+    assert f"copy of the results, with checkpoint of step 4: s3://{BUCKET}/{FOLDER}" in (root / OUTPUT).read_text()
     local = root / SORT_DIGITS
+    records = f"{FOLDER}/records/{run_id(local)}"
     expected = {"experiment.yaml", "metrics.jsonl", "summary.json", "reward.png"}
     expected |= {f"trajectories/batch_{number:06d}.pb" for number in range(4)}
     expected |= {f"logs/{path.name}" for path in (local / "logs").iterdir()}
-    assert expected <= s3.names(FOLDER)
+    assert expected <= s3.names(records)
     for name in ("summary.json", "metrics.jsonl", "logs/controller.log"):
-        assert (s3.bucket / FOLDER / name).read_bytes() == (local / name).read_bytes(), "the copy is the last state"
+        assert (s3.bucket / records / name).read_bytes() == (local / name).read_bytes(), "the copy is the last state"
     for path in local.rglob("*"):
         if path.is_file():
             assert not any(secret.encode() in path.read_bytes() for secret in (KEY, SECRET)), path
 
+    first = {name: (s3.bucket / records / name).read_bytes() for name in s3.names(records)}
     shutil.rmtree(local)
     refused = await asyncio.to_thread(
         nexrl, root, "run", str(EXAMPLE), f"storage.uri=s3://{BUCKET}/lab", seconds=LOOK_SECONDS
@@ -59,6 +62,7 @@ async def test_results_survive_the_folder_of_the_run(s3: S3Server, tmp_path: Pat
     assert "has the results of an earlier run" in refused.stderr
     assert await run_to_its_end(root, "trainer.steps=6", "resume.mode=auto") == 0
     assert {int(line["step"]) for line in metrics_of(local) if "loss" in line} == {5, 6}, "it resumed from step 4"
+    assert first == {name: (s3.bucket / records / name).read_bytes() for name in s3.names(records)}
 
     got = await asyncio.to_thread(
         nexrl, root, "get", "results", f"s3://{BUCKET}/{FOLDER}", "fetched", seconds=LOOK_SECONDS

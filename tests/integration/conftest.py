@@ -11,6 +11,7 @@ from nexrl.store import Redis
 from tests.support import controller
 from tests.support.clock import Clock
 from tests.support.ledger import Make
+from tests.support.object_storage import CREDENTIALS, S3Server, running_s3
 from tests.support.pool import Deploy, PoolClient, running_pool
 from tests.support.redis_servers import folder
 from tests.support.services import small_experiment
@@ -21,6 +22,15 @@ def redis_folder() -> Iterator[Path]:
     """A folder for Redis servers."""
     with folder() as made:
         yield made
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server with an empty bucket, whose credentials are in the environment."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with running_s3(tmp_path / "s3") as server:
+        yield server
 
 
 @pytest.fixture

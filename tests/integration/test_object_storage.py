@@ -1,31 +1,37 @@
 """The copy of a run in object storage, with a real S3 server: complete or absent, and what a trainer resumes from."""
 
 import asyncio
-import hashlib
-import json
 import logging
 import random
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nexrl.activity import ActivityTracker
 from nexrl.errors import AlreadyExistsError, InvalidArgumentError, UnavailableError
 from nexrl.models import iter_weights
 from nexrl.run_layout import CHECKPOINT_MARKER
 from nexrl.spec import Experiment
-from nexrl.storage import RunStorage
-from nexrl.v1 import activity_service_pb2 as activity_pb
+from nexrl.storage import RunStorage, run_id
 from nexrl_trainer import uploads as uploads_module
 from nexrl_trainer.checkpoint import find_latest_checkpoint, put_aside
 from nexrl_trainer.stored_checkpoints import StoredCheckpoints
 from nexrl_trainer.uploads import Uploads
 from tests.support.eventually import eventually
-from tests.support.object_storage import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, running_s3
+from tests.support.object_storage import (
+    BUCKET,
+    CREDENTIALS,
+    KEY,
+    SECRET,
+    S3Server,
+    checkpoint,
+    new_uploads,
+    storage_section,
+    stored,
+)
 from tests.support.services import settings, small_experiment
 from tests.support.trainer_process import Suicide
 from tests.support.trainers import running_world
@@ -35,52 +41,9 @@ KEEP = 2
 
 
 @pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server with an empty bucket, whose credentials are in the environment."""
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with running_s3(tmp_path / "s3") as server:
-        yield server
-
-
-@pytest.fixture
 async def build(tmp_path: Path, redis_url: str, experiment_name: str) -> AsyncIterator[Callable[..., Awaitable[World]]]:
     async with building_worlds(tmp_path, redis_url, experiment_name) as start:
         yield start
-
-
-def storage_section(s3: S3Server) -> dict[str, Any]:
-    return {"uri": f"s3://{BUCKET}/lab", "endpoint": s3.endpoint}
-
-
-def stored(s3: S3Server, experiment: Experiment | None = None) -> RunStorage:
-    found = RunStorage.of(experiment or small_experiment(storage=storage_section(s3)))
-    assert found is not None
-    return found
-
-
-def checkpoint(folder: Path, step: int, content: str = "") -> Path:
-    """Write a checkpoint of three small files."""
-    path = folder / f"global_step_{step}"
-    path.mkdir(parents=True)
-    digests = {}
-    for name in ("config.json", "model.safetensors"):
-        (path / name).write_text(content or f"{name} {step}")
-        digests[name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
-    marker = {"format": 1, "metadata": {"step": step, "batch_ids": []}, "sha256": digests}
-    (path / CHECKPOINT_MARKER).write_text(json.dumps(marker))
-    return path
-
-
-def new_uploads(s3: S3Server, folder: Path, experiment: Experiment | None = None) -> Uploads:
-    found = Uploads.of(
-        experiment or small_experiment(storage=storage_section(s3)),
-        settings(folder),
-        folder / "checkpoints",
-        ActivityTracker(activity_pb.Module(name="trainer"), None),
-    )
-    assert found is not None
-    return found
 
 
 class FailingStorage(RunStorage):
@@ -156,7 +119,8 @@ def test_a_checkpoint_that_was_put_aside_is_not_fetched_again(s3: S3Server, tmp_
 def test_the_newest_checkpoints_stay_and_those_of_lost_steps_do_not(s3: S3Server, tmp_path: Path) -> None:
     checkpoints = StoredCheckpoints(stored(s3), KEEP)
     for step in (9, 1, 2, 3):  # 9 is ahead of the ledger, which continued from 0
-        checkpoints.put(checkpoint(tmp_path / "run", step))
+        checkpoints.put(path := checkpoint(tmp_path / "run", step))
+        checkpoints.prune(path)
     assert {name.split("/")[0] for name in s3.names("lab/test/checkpoints")} == {"global_step_2", "global_step_3"}
 
 
@@ -173,15 +137,19 @@ async def test_logs_metrics_and_trajectories_are_copied_when_they_change_and_lin
     (run / "logs/trainer.log").write_text("begins\n")
     (run / "trajectories/batch_000000.pb").write_text("batch")
     (run / "trajectories/batch_000001.tmp").write_text("half a ba")
-    await new_uploads(s3, run).finish(30)
-    expected = {"run.json", "experiment.yaml", "metrics.jsonl", "logs/trainer.log", "trajectories/batch_000000.pb"}
-    assert s3.names("lab/test") == expected
-    (s3.bucket / "lab/test/trajectories/batch_000000.pb").unlink()
+    await new_uploads(s3, run).finish(30, 30)
+    expected = {"experiment.yaml", "metrics.jsonl", "logs/trainer.log", "trajectories/batch_000000.pb"}
+    records = f"lab/test/records/{run_id(run)}"
+    assert s3.names(records) == expected
+    stored(s3).delete([f"records/{run_id(run)}/logs/trainer.log"])  # by a user
+    (s3.bucket / records / "trajectories/batch_000000.pb").write_text("BATCH")
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write("2\n")
-    await new_uploads(s3, run).finish(30)  # of another process, after a restart
-    assert s3.names("lab/test") == expected - {"trajectories/batch_000000.pb"}, "what has not changed is not copied"
-    assert (s3.bucket / "lab/test/metrics.jsonl").read_text() == "1\n2\n"
+    await new_uploads(s3, run).finish(30, 30)  # of another process, after a restart
+    assert s3.names(records) == expected
+    assert (s3.bucket / records / "metrics.jsonl").read_text() == "1\n2\n"
+    kept = (s3.bucket / records / "trajectories/batch_000000.pb").read_text()
+    assert kept == "BATCH", "what has not changed is not copied"
 
 
 def test_a_link_that_takes_the_place_of_a_file_is_not_followed(s3: S3Server, tmp_path: Path) -> None:
@@ -221,8 +189,8 @@ async def test_the_end_waits_for_a_storage_that_is_away_only_so_long(
 ) -> None:
     uploads = new_uploads(s3, tmp_path)
     s3.stop()
-    await uploads.finish(0.1)
-    assert "the copy in s3://results/lab/test is not complete after 0.1 s" in caplog.text
+    await uploads.finish(0.1, 0.1)
+    assert "the copy in s3://results/lab/test is not complete" in caplog.text
 
 
 async def test_a_start_without_storage_goes_on_from_the_folder_and_never_from_nothing(
@@ -260,7 +228,7 @@ def test_a_large_file_comes_back_as_it_was(s3: S3Server, tmp_path: Path) -> None
 def test_a_bucket_that_does_not_exist_is_named(s3: S3Server) -> None:
     storage = RunStorage("s3://nothing-here/lab", s3.endpoint)
     with pytest.raises(InvalidArgumentError, match=r"storage\.uri: s3://nothing-here/lab: .*NoSuchBucket"):
-        storage.claim(small_experiment())
+        storage.claim(small_experiment(), "a")
 
 
 def test_results_of_another_run_are_neither_resumed_nor_overwritten_unless_asked_for(s3: S3Server) -> None:
@@ -269,12 +237,16 @@ def test_results_of_another_run_are_neither_resumed_nor_overwritten_unless_asked
         annotations = {"nexrl.dev/ledger": ledger}
         return made.model_copy(update={"metadata": made.metadata.model_copy(update={"annotations": annotations})})
 
-    stored(s3).claim(experiment("first"))
-    stored(s3).claim(experiment("first"))
-    with pytest.raises(AlreadyExistsError, match=r"has the results of an earlier run; .*resume\.mode to auto"):
-        stored(s3).claim(experiment("second"))
-    stored(s3).claim(experiment("second", resume={"mode": "auto"}))
-    stored(s3).claim(experiment("second"))
+    first, resuming = experiment("first"), experiment("second", resume={"mode": "auto"})
+    stored(s3).claim(first, "a", at_start=True)
+    stored(s3).claim(first, "a")
+    stored(s3).claim(first, "a-with-a-new-volume", at_start=True)
+    with pytest.raises(AlreadyExistsError, match=r"has the results of an earlier run.*resume\.mode auto"):
+        stored(s3).claim(experiment("second"), "b", at_start=True)
+    with pytest.raises(AlreadyExistsError):
+        stored(s3).claim(resuming, "b")
+    stored(s3).claim(resuming, "b", at_start=True)
+    stored(s3).claim(experiment("second"), "b")
 
 
 def test_a_namespace_is_part_of_the_folder(tmp_path: Path) -> None:
@@ -283,7 +255,7 @@ def test_a_namespace_is_part_of_the_folder(tmp_path: Path) -> None:
     for experiment in (made, made.model_copy(update={"metadata": namespaced})):
         storage = RunStorage.of(experiment)
         assert storage is not None
-        storage.claim(experiment)
+        storage.claim(experiment, "a")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")) == [
         "all/team/test/run.json",
         "all/test/run.json",
@@ -306,7 +278,7 @@ async def test_a_trainer_that_has_lost_its_folder_makes_the_same_steps_from_the_
     copying = Uploads.of(world.experiment, settings(world.folder), checkpoints, world.activity)
     assert copying is not None
     copying.add(newest)
-    await copying.finish(30)
+    await copying.finish(30, 30)
     shutil.rmtree(checkpoints)
     survivor = await world.live()
     assert survivor is not None

@@ -1,5 +1,7 @@
 """Runs a real S3 server for tests: rclone, which serves a folder. Each folder in it is a bucket."""
 
+import hashlib
+import json
 import subprocess
 import sys
 import time
@@ -8,8 +10,16 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from nexrl.activity import ActivityTracker
 from nexrl.local.components import free_ports
+from nexrl.run_layout import CHECKPOINT_MARKER
+from nexrl.spec import Experiment
+from nexrl.storage import RunStorage
+from nexrl.v1 import activity_service_pb2 as activity_pb
+from nexrl_trainer.uploads import Uploads
+from tests.support.services import settings, small_experiment
 
 START_SECONDS = 20.0
 BUCKET = "results"
@@ -75,3 +85,41 @@ def running_s3(folder: Path) -> Iterator[S3Server]:
         yield server
     finally:
         server.stop()
+
+
+def storage_section(s3: S3Server) -> dict[str, Any]:
+    """Return `spec.storage` for the server."""
+    return {"uri": f"s3://{BUCKET}/lab", "endpoint": s3.endpoint}
+
+
+def stored(s3: S3Server, experiment: Experiment | None = None) -> RunStorage:
+    """Return the storage of an experiment, by default of `small_experiment`."""
+    found = RunStorage.of(experiment or small_experiment(storage=storage_section(s3)))
+    assert found is not None
+    return found
+
+
+def checkpoint(folder: Path, step: int, content: str = "") -> Path:
+    """Write a checkpoint of three small files."""
+    path = folder / f"global_step_{step}"
+    path.mkdir(parents=True)
+    digests = {}
+    for name in ("config.json", "model.safetensors"):
+        (path / name).write_text(content or f"{name} {step}")
+        digests[name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+    marker = {"format": 1, "metadata": {"step": step, "batch_ids": []}, "sha256": digests}
+    (path / CHECKPOINT_MARKER).write_text(json.dumps(marker))
+    return path
+
+
+def new_uploads(s3: S3Server, folder: Path, experiment: Experiment | None = None) -> Uploads:
+    """Return the uploads of a trainer with the run's folder `folder`, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = Uploads.of(
+        experiment or small_experiment(storage=storage_section(s3)),
+        settings(folder),
+        folder / "checkpoints",
+        ActivityTracker(activity_pb.Module(name="trainer"), None),
+    )
+    assert found is not None
+    return found

@@ -12,7 +12,6 @@ state, so a checkpoint does not depend on their number, and any number of ranks 
 torch.distributed.checkpoint is not used because its metadata file is a pickle.
 """
 
-import hashlib
 import json
 import shutil
 import time
@@ -26,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+from nexrl.checkpoint_files import FORMAT, check_files, read_marker, sha256
+from nexrl.errors import AlreadyExistsError, FailedPreconditionError
 from nexrl.fsync import fsync_path
 from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, checkpoint_path, checkpoints_by_step
 from nexrl_trainer.step import Learner, LearnerState
 
-_FORMAT = 1
 _STATE = "training_state.safetensors"
 _PARTIAL_SUFFIX = ".tmp"
 _AHEAD_SUFFIX = ".ahead-of-ledger"
@@ -107,15 +106,8 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
 
 def read_metadata(path: Path) -> CheckpointMetadata:
     """Return the checkpoint's metadata. Raises NotFoundError if `path` is not a complete checkpoint."""
-    saved = _read_marker(path)["metadata"]
+    saved = read_marker(path)["metadata"]
     return CheckpointMetadata(**{**saved, "batch_ids": tuple(saved["batch_ids"])})
-
-
-def check_files(path: Path) -> None:
-    """Raise FailedPreconditionError if a file of the checkpoint is missing or damaged."""
-    for name, digest in _read_marker(path)["sha256"].items():
-        if not (path / name).is_file() or _sha256(path / name) != digest:
-            raise FailedPreconditionError(f"checkpoint {path}: {name} is missing or damaged")
 
 
 def partial_path(path: Path) -> Path:
@@ -163,26 +155,13 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in checkpoints_by_step(folder).values() if (path / CHECKPOINT_MARKER).is_file()]
 
 
-def _read_marker(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads((path / CHECKPOINT_MARKER).read_text())
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a path of a client may also be too long, or have a character that is not allowed
-        raise NotFoundError(f"{path} is not a complete checkpoint: {CHECKPOINT_MARKER}: {error}") from None
-    if content["format"] != _FORMAT:
-        raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {_FORMAT}")
-    return content
-
-
 def _commit(partial: Path, metadata: CheckpointMetadata) -> None:
     """Force all files to disk, then write the marker."""
     files = sorted(path for path in partial.iterdir() if path.is_file())
     for path in files:
         fsync_path(path)
-    digests = {path.name: _sha256(path) for path in files}
-    marker = {"format": _FORMAT, "metadata": asdict(metadata), "sha256": digests}
+    digests = {path.name: sha256(path) for path in files}
+    marker = {"format": FORMAT, "metadata": asdict(metadata), "sha256": digests}
     (partial / CHECKPOINT_MARKER).write_text(json.dumps(marker, indent=2))
     fsync_path(partial / CHECKPOINT_MARKER)
     fsync_path(partial)
@@ -208,8 +187,3 @@ def _check_weights(path: Path, weights: Mapping[str, Tensor], model: PreTrainedM
 
 def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

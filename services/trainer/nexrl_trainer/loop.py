@@ -207,8 +207,9 @@ class TrainWorker:
         """Copy the rest to object storage before the experiment succeeds, which ends this process."""
         if self._uploads is not None:
             with self._phase("upload"):
-                # Half, so that the wait for a storage that is away does not count as a stall.
-                await self._uploads.finish(min(END_SECONDS, self.spec.monitor.health.stall_deadline_seconds / 2))
+                # Half, so that the copy does not count as a stall.
+                limit_seconds = self.spec.monitor.health.stall_deadline_seconds / 2
+                await self._uploads.finish(END_SECONDS, limit_seconds)
 
     async def _resume(self) -> None:
         """Start from the newest checkpoint that is not ahead of the ledger.
@@ -218,7 +219,9 @@ class TrainWorker:
         """
         while True:
             if self._uploads is not None:
-                await self._uploads.fetch_newest()
+                with self._phase("fetch", waiting_on="object storage"):
+                    ledger = await self._pool.state()
+                    await self._uploads.fetch_newest(ledger.durable_steps, ledger.trained)
             path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from
             begin = read_metadata(path) if path else CheckpointMetadata(step=0)
             try:

@@ -61,7 +61,7 @@ async def start(process: ServiceProcess) -> None:
     process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")
     process.on_stop(worker.stop)
     if uploads is not None:
-        process.on_stop(partial(uploads.finish, STOP_SECONDS))
+        process.on_stop(partial(uploads.finish, STOP_SECONDS, STOP_SECONDS))
         process.spawn(_upload(worker, uploads))
     process.spawn(publisher.keep_replicas_current())
     process.spawn(worker.run())

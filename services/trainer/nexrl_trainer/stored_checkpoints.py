@@ -1,4 +1,6 @@
-"""Checkpoints in object storage. The marker is written last and deleted first, so a torn copy has none.
+"""Checkpoints of a run in object storage, and of those that it continues.
+
+The marker is written last and deleted first, so a torn copy has none.
 
 checkpoints/global_step_<n>/      as in the run's folder (nexrl_trainer.checkpoint)
 """
@@ -9,11 +11,12 @@ import re
 import shutil
 from pathlib import Path
 
+from nexrl.checkpoint_files import check_files
 from nexrl.errors import FailedPreconditionError, NotFoundError
 from nexrl.fsync import fsync_path
 from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, CHECKPOINTS_FOLDER, checkpoint_path
 from nexrl.storage import RunStorage
-from nexrl_trainer.checkpoint import check_files, find_latest_checkpoint, partial_path, was_put_aside
+from nexrl_trainer.checkpoint import find_latest_checkpoint, partial_path, was_put_aside
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +31,13 @@ class StoredCheckpoints:
         self._storage, self._keep = storage, keep
 
     def put(self, path: Path) -> None:
-        """Copy a checkpoint, then delete older ones. Raises FileNotFoundError if it is deleted meanwhile."""
+        """Copy a checkpoint. Raises FileNotFoundError if it is deleted meanwhile."""
         step, marker = _step(path), (path / CHECKPOINT_MARKER).read_bytes()
         if self._storage.read(_marker(step)) != marker:
             self._storage.delete([_marker(step)])  # of the same step, made before Redis lost its last writes
             for name in json.loads(marker)["sha256"]:
                 self._storage.put(f"{_folder(step)}/{name}", path / name)
             self._storage.put(_marker(step), path / CHECKPOINT_MARKER)
-        self._prune(step)
 
     def fetch_newest(self, folder: Path) -> Path | None:
         """Copy the newest complete checkpoint to `folder` if it has more steps than those there; return its path.
@@ -68,11 +70,17 @@ class StoredCheckpoints:
         fsync_path(path.parent)
         return path
 
-    def _prune(self, newest: int) -> None:
-        """Keep the newest complete ones. A checkpoint after `newest` is of steps that Redis has lost."""
-        found = self._by_step()
-        complete = [step for step in sorted(found) if step <= newest and _marker(step) in found[step]]
-        for step in found.keys() - set(complete[-self._keep :]):
+    def prune(self, newest: Path) -> None:
+        """Delete all but the newest up to `newest`, and what this run made after it: steps that Redis has lost.
+
+        What an earlier run made after it stays: this run has not continued from there.
+        """
+        found, owner = self._by_step(), self._storage.owner()
+        complete = [step for step in sorted(found) if step <= _step(newest) and _marker(step) in found[step]]
+        kept = {*complete[-self._keep :]}
+        if owner is not None:
+            kept |= {step for step in found if step > _step(newest) and _marker(step) in owner.earlier}
+        for step in found.keys() - kept:
             self._storage.delete([_marker(step)])
             self._storage.delete([name for name in found[step] if name != _marker(step)])
 

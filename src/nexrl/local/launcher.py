@@ -30,11 +30,12 @@ from nexrl.local.restart_budget import RestartBudget
 from nexrl.local.run_folder import RunFolder, checkpoints_of, endpoint
 from nexrl.local.view import RunView, phase_name
 from nexrl.mirror import Mirror
+from nexrl.results import stored_steps
 from nexrl.rpc.client import call, connect, is_passing, new_request_id, watch
-from nexrl.run_layout import CHECKPOINT_PREFIX, ENDPOINTS_FILE
+from nexrl.run_layout import CHECKPOINT_PREFIX, CHECKPOINTS_FOLDER, ENDPOINTS_FILE
 from nexrl.spec import Experiment, load_experiment
 from nexrl.spec.trainer import ResumeFromPath, ResumeSpec
-from nexrl.storage import RunStorage
+from nexrl.storage import RunStorage, run_id
 from nexrl.store import connect_redis, key_prefix
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
@@ -52,8 +53,8 @@ FIRST_CONTACT_SECONDS = 60.0
 POOL_SECONDS = 1.0
 ROTATE_SECONDS = 1.0
 REDIS_SECONDS = 20.0
-STORAGE_SECONDS = 60.0
-"""Longest time for the last copy to object storage."""
+STORAGE_SECONDS, STORAGE_REQUEST_SECONDS = 60.0, 20
+"""Longest time for the last copy to object storage, and for each of its requests: a thread cannot be cancelled."""
 CORE = ("controller", "redis")
 """The launcher itself decides about their restarts: the controller cannot judge itself, nor the Redis that it needs."""
 COMPONENT_WAVES = tuple(tuple(wave) for wave in stop_waves() if wave != ["controller"])
@@ -139,15 +140,17 @@ def _ending(ended: pb.Experiment | None) -> Ending:
 
 async def _copy_to_storage(folder: RunFolder, experiment: Experiment) -> None:
     """Copy to object storage what was written after the trainer has ended: the report, and the ends of all logs."""
-    if (storage := RunStorage.of(experiment)) is None:
+    if (storage := RunStorage.of(experiment, STORAGE_REQUEST_SECONDS)) is None:
         return
     mirror = Mirror(storage, folder.path, folder.experiment_file)
     try:
-        await asyncio.wait_for(asyncio.to_thread(mirror.copy_changes), STORAGE_SECONDS)
-        sys.stdout.write(f"copy of the results: {storage.address}\n")
-    except (NexrlError, TimeoutError) as error:
-        told = str(error) or f"{storage.address}: no answer within {STORAGE_SECONDS:g} s"
-        sys.stdout.write(f"warning: the report and the newest logs are only in {folder.path}: {told}\n")
+        await asyncio.to_thread(storage.claim, experiment, run_id(folder.path))
+        await asyncio.to_thread(mirror.copy_changes, STORAGE_SECONDS)
+        steps = stored_steps(storage.names(CHECKPOINTS_FOLDER))
+        held = f"checkpoint of step {max(steps)}" if steps else "no checkpoint"
+        sys.stdout.write(f"copy of the results, with {held}: {storage.address}\n")
+    except (NexrlError, OSError) as error:
+        sys.stdout.write(f"warning: the report and the newest logs are only in {folder.path}: {error}\n")
 
 
 def _refuse_checkpoints_of_others(experiment: Experiment) -> None:

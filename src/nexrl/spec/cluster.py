@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from nexrl.spec.section import Name, Section, Text, refuse
+from nexrl.spec.section import NEVER, Name, Section, Text, refuse, with_port
 
 ACCOUNT_KEYS = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken")
 """Keys of a PodSpec that say whose rights the pod has."""
@@ -52,27 +52,30 @@ class StorageSpec(Section):
     One machine uses no volume.
     """
 
-    uri: Annotated[str, Field(pattern=r"^(s3|gs|az|file)://[^\s:@?#]+$", max_length=1024)] | None = Field(
-        default=None,
-        description="Folder in object storage to which the trainer copies the run's folder, below its own name, as "
-        "`s3://bucket/prefix`. Without credentials: those are in the environment. None = no copy. See "
-        "docs/how-to/object-storage.md.",
+    uri: Annotated[str, Field(pattern=r"^(s3://[^\s:@?#/]|file:///[^\s:@?#])[^\s:@?#]*$", max_length=1024)] | None = (
+        Field(
+            default=None,
+            description="Folder in object storage to which the trainer copies the run's folder, below its own name, as "
+            "`s3://bucket/prefix`. Without credentials: those are in the environment. None = no copy. See "
+            "docs/how-to/object-storage.md.",
+        )
     )
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+$", max_length=1024)] | None = Field(
         default=None, description="S3-compatible server of `uri`, as `https://HOST:PORT`; none = that of the provider."
     )
+    _endpoint_port = field_validator("endpoint")(with_port)
     secret_name: Name | None = Field(
         default=None,
         description="Kubernetes: Secret with the credentials of `uri`, as variables of the trainer's environment: "
         "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION. None = those of the node or of the ServiceAccount.",
     )
-    size: Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$", max_length=16)] = Field(
+    size: Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$", max_length=16), NEVER] = Field(
         default="10Gi", description="Size of the volume."
     )
-    storage_class_name: Name | None = Field(
+    storage_class_name: Annotated[Name | None, NEVER] = Field(
         default=None, description="StorageClass of the volume; none = the cluster's default."
     )
-    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
+    access_mode: Annotated[Literal["ReadWriteOnce", "ReadWriteMany"], NEVER] = Field(
         default="ReadWriteOnce",
         description="ReadWriteMany: the volume keeps the logs of all components but the data reader, and all metrics. "
         "ReadWriteOnce: it keeps only the trainer's log and "

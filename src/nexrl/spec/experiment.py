@@ -116,7 +116,7 @@ class ExperimentSpec(Section):
     controller: Annotated[ControllerSpec, NEXT_START] = Field(
         default_factory=ControllerSpec, description="The controller's pod."
     )
-    storage: Annotated[StorageSpec, NEVER] = Field(
+    storage: StorageSpec = Field(
         default_factory=StorageSpec, description="The volume of the run's folder, and its copy in object storage."
     )
 

@@ -181,6 +181,11 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         ({"monitor": {"health": {"timeoutSeconds": 5}}}, "spec.monitor.health.timeoutSeconds", ["above"]),
         ({"storage": {"uri": "s3://key:secret@bucket"}}, "spec.storage.uri", ["s3"]),
         ({"storage": {"endpoint": "localhost:9000"}}, "spec.storage.endpoint", ["https?"]),
+        ({"storage": {"endpoint": "https://h:99999"}}, "spec.storage.endpoint", ["1 to 65535"]),
+        *(
+            ({"storage": {"uri": uri}}, "spec.storage.uri", ["s3"])
+            for uri in ("file://runs/x", "file:///", "s3:///x", "s3://", "gs://bucket", "az://bucket")
+        ),
         ({"redis": {"url": "localhost:6379"}}, "spec.redis.url", ["redis"]),
         ({"redis": {"url": "redis://host:99999"}}, "spec.redis.url", ["1 to 65535"]),
         ({"redis": {"url": "redis://host:0"}}, "spec.redis.url", ["port is 0", "1 to 65535"]),

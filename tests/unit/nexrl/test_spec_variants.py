@@ -179,7 +179,8 @@ def test_what_may_change_when_is_said_at_the_fields() -> None:
     assert set(may_change(ROLLING)) == {"rollout.template", "inference.template"}
     assert may_change(NEXT_START) == ["controller"]
     assert set(may_change(NEVER)) == {
-        *("model", "data", "trajectoryPool.batchSize", "trajectoryPool.groupSize", "storage", "managedBy"),
+        *("model", "data", "trajectoryPool.batchSize", "trajectoryPool.groupSize", "managedBy"),
+        *("storage.size", "storage.storageClassName", "storage.accessMode"),
     }
 
 
