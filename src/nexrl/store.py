@@ -163,7 +163,7 @@ def _client(url: str, retry: "_RetryForSeconds") -> Redis:
 
 async def _check(url: str, wait_seconds: float) -> None:
     """Raise unless a server answers, admits the user, and is of the kind that the URL says."""
-    retry = _RetryForSeconds(wait_seconds, is_admitted=False)
+    retry = _RetryForSeconds(wait_seconds, is_admitted=wait_seconds > 0)
     async with aclosing(_client(url, retry)) as probe, asyncio.timeout(CONNECT_SECONDS + wait_seconds):
         found = await probe.info("server") | await probe.info("memory")
     if "cluster" in (found.get("redis_mode"), found.get("server_mode")) and not CLUSTER_SCHEME.match(url):
@@ -233,7 +233,7 @@ class _RetryForSeconds(Retry):
     """
 
     def __init__(self, seconds: float, *, is_admitted: bool) -> None:
-        """`is_admitted`: the server has admitted the user before, so one that refuses it has only forgotten it."""
+        """`is_admitted`: a server that refuses the user has only forgotten it. The operator makes the user again."""
         super().__init__(NoBackoff(), 0)
         self._seconds = seconds
         self._is_admitted = is_admitted
