@@ -3,6 +3,7 @@
 Pure functions of NumPy arrays. Suffixes: _B samples in the batch, _G groups.
 Every function takes `rewards_B` (float) and `groups_B` (int, any labels; equal label = same group, groups may differ in
 size and be in any order) and returns float32 `advantages_B`. A group whose rewards are all equal gets exactly 0.
+Advantages that compare the whole batch get one group with all samples (`compared_groups`).
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from nexrl.algorithm import Advantage
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.exception_text import exception_text
-from nexrl.spec.algorithm import AlgorithmSpec, Grpo
+from nexrl.spec.algorithm import BATCH_BASELINES, AlgorithmSpec, Grpo
 
 FloatArray = NDArray[np.floating[Any]]
 IntArray = NDArray[np.integer[Any]]
@@ -31,10 +32,7 @@ def group_mean_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[
 
 def group_standardized_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
     """(reward - mean) / (std + 1e-4) per group: GRPO (arXiv 2402.03300), with the sample (n - 1) standard deviation."""
-    centred_B = _centred(rewards_B, groups_B)
-    index_B, size_G = _group_index(groups_B)
-    variance_G = np.bincount(index_B, weights=centred_B**2) / np.maximum(size_G - 1, 1)
-    return (centred_B / (np.sqrt(variance_G)[index_B] + _STD_FLOOR)).astype(np.float32)
+    return _scaled(_centred(rewards_B, groups_B), groups_B)
 
 
 def leave_one_out_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
@@ -44,10 +42,33 @@ def leave_one_out_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArr
     return (_centred(rewards_B, groups_B) * scale_G[index_B]).astype(np.float32)
 
 
+def max_likelihood_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
+    """(reward - mean) / mean per group, 0 where the mean is not positive: MaxRL (arXiv 2602.02710).
+
+    Meant for rewards of 0 and 1: rare successes count more than with GRPO.
+    """
+    index_B, size_G = _group_index(groups_B)
+    mean_B = (np.bincount(index_B, weights=rewards_B) / size_G)[index_B]
+    is_positive_B = mean_B > 0
+    scaled_B = _centred(rewards_B, groups_B) / np.where(is_positive_B, mean_B, 1.0)
+    return np.where(is_positive_B, scaled_B, 0.0).astype(np.float32)
+
+
+def batch_scaled_group_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
+    """Reward minus the mean of its group, divided by (std of these differences in the batch + 1e-4).
+
+    REINFORCE++ with baseline (arXiv 2501.03262). The differences have mean 0 already.
+    """
+    return _scaled(_centred(rewards_B, groups_B), np.zeros_like(groups_B))
+
+
 ADVANTAGES: Mapping[str, Advantage] = {
     "group_mean": group_mean_advantages,
     "group_mean_std": group_standardized_advantages,
     "rloo": leave_one_out_advantages,
+    "max_rl": max_likelihood_advantages,
+    "group_mean_batch_std": batch_scaled_group_advantages,
+    "batch_mean_std": group_standardized_advantages,
 }
 """By the name in the experiment's `algorithm.advantage`."""
 
@@ -62,6 +83,12 @@ def advantage_function(algorithm: AlgorithmSpec, folder: Path) -> Advantage:
     if algorithm.advantage in ADVANTAGES:
         return ADVANTAGES[algorithm.advantage]
     return _user_advantage(algorithm.advantage, folder)
+
+
+def compared_groups(algorithm: AlgorithmSpec, groups_B: IntArray) -> IntArray:
+    """Return the groups that the advantage compares: one with all samples for `batch_mean_std` (REINFORCE++)."""
+    compares_batch = isinstance(algorithm, Grpo) and algorithm.advantage in BATCH_BASELINES
+    return np.zeros_like(groups_B) if compares_batch else groups_B
 
 
 def zero_variance_samples(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.bool_]:
@@ -80,6 +107,13 @@ def _centred(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float64]:
     mean_G = np.bincount(index_B, weights=rewards_B) / size_G
     # The mean of n equal floats may differ from them in the last bit, and a std near 0 would magnify that.
     return np.where(zero_variance_samples(rewards_B, groups_B), 0.0, rewards_B - mean_G[index_B])
+
+
+def _scaled(centred_B: NDArray[np.float64], groups_B: IntArray) -> NDArray[np.float32]:
+    """Divide by the sample (n - 1) standard deviation of each group, plus a floor."""
+    index_B, size_G = _group_index(groups_B)
+    variance_G = np.bincount(index_B, weights=centred_B**2) / np.maximum(size_G - 1, 1)
+    return (centred_B / (np.sqrt(variance_G)[index_B] + _STD_FLOOR)).astype(np.float32)
 
 
 def _group_index(groups_B: IntArray) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

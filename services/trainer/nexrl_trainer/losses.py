@@ -1,76 +1,23 @@
 """Policy losses: pure functions of the tokens that a step trains.
 
-Suffixes: _T trained tokens, flat (no padding, no masked token), _V vocabulary.
+Suffixes: _T trained tokens, flat (no padding, no masked token), _S sequences, _V vocabulary.
 Each loss is a weighted sum over tokens. `weights_T` carries mask, aggregation and the step's one GLOBAL denominator, so
-the losses of any split of a step into micro-batches, or ranks, add up to the loss of the whole step. The entropy bonus
-and the KL penalty use the same weights: with aggregation "sequence" they are means over sequences of each one's token
-mean.
+the losses of any split of a step into micro-batches, or ranks, add up to the loss of the whole step. r = p / p_rollout
+is the ratio of a token. On policy, where r = 1, the gradient of each but cross-entropy is that of REINFORCE.
 
 Every log ratio is clamped to ±MAX_LOG_RATIO first: exp overflows float32 above 88.7, and then 0 * inf makes the
 gradient NaN even where a clip removes the token. A clamped token has no gradient through its ratio.
 """
 
-import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from nexrl.algorithm import LossInputs, LossOutputs
-from nexrl.code_reference import USER_CODE_ERRORS, load_reference, refused_arguments
-from nexrl.errors import InvalidArgumentError, TrainingFailedError
-from nexrl.exception_text import exception_text
-from nexrl.spec.algorithm import AlgorithmSpec, OwnLoss
-from nexrl_trainer.ranks import Ranks
 
 MAX_LOG_RATIO = 20.0
 """The limit of verl (verl/trainer/ppo/core_algos.py, compute_policy_loss): ratios stay within e^-20 and e^20."""
-
-PolicyLoss: TypeAlias = Callable[[LossInputs], LossOutputs]
-
-
-@dataclass(frozen=True)
-class ObjectiveTerms:
-    """What a step minimises, a scalar to call backward on, and its terms per token for metrics. Shape [T]."""
-
-    objective: Tensor
-    entropy_T: Tensor
-    kl_T: Tensor
-    clipped_T: Tensor
-
-
-class Objective:
-    """Policy loss - entropyCoefficient * sum w * entropy + klCoefficient * sum w * KL(policy || initial model)."""
-
-    def __init__(self, algorithm: AlgorithmSpec, folder: Path) -> None:
-        self.algorithm = algorithm
-        self._policy_loss = policy_loss(algorithm, folder)
-
-    def __call__(self, inputs: LossInputs, entropy_T: Tensor, reference_logprobs_T: Tensor | None) -> ObjectiveTerms:
-        """Return the terms of these tokens. Without reference log-probabilities there is no KL term."""
-        objective = (outputs := self._policy_loss(inputs)).loss
-        if self.algorithm.entropy_coefficient:
-            objective = objective - self.algorithm.entropy_coefficient * (inputs.weights_T * entropy_T).sum()
-        kl_T = torch.zeros_like(entropy_T)
-        if reference_logprobs_T is not None:
-            kl_T = kl_penalty(inputs, reference_logprobs_T, self.algorithm)
-            objective = objective + self.algorithm.kl_coefficient * (inputs.weights_T * kl_T).sum()
-        return ObjectiveTerms(objective, entropy_T, kl_T, outputs.clipped_T)
-
-    def check_step(self, loss: float, ranks: Ranks) -> None:
-        """Check the end of a step, whose loss was `loss` on all `ranks` together. They all raise, or none does.
-
-        Raises TrainingFailedError if the loss was NaN or infinite, or the gradient of a user's loss was,
-        InvalidArgumentError if a user's loss had no gradient in any micro-batch.
-        """
-        if isinstance(self._policy_loss, _UserLoss):
-            self._policy_loss.check_step(loss, ranks)
-        _check_finite(self.algorithm.loss, loss)
 
 
 def log_ratio(logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:
@@ -78,75 +25,95 @@ def log_ratio(logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:
     return (logprobs_T - other_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def sequence_means(values_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Return the mean of each token's sequence. Shape [T]."""
+    sums_S = values_T.new_zeros(int(sequence_T.max()) + 1).index_add(0, sequence_T, values_T)
+    return (sums_S / torch.bincount(sequence_T))[sequence_T]
+
+
 def reinforce_loss(inputs: LossInputs) -> LossOutputs:
     """-sum w * A * log p (Williams, 1992)."""
-    loss = -(inputs.weights_T * inputs.advantages_T * inputs.logprobs_T).sum()
-    return LossOutputs(loss, torch.zeros_like(inputs.logprobs_T, dtype=torch.bool))
+    return _unclipped(-(inputs.weights_T * inputs.advantages_T * inputs.logprobs_T).sum(), inputs)
 
 
-def clipped_policy_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutputs:
-    """-sum w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), r = p / p_rollout.
+def cross_entropy_loss(inputs: LossInputs) -> LossOutputs:
+    """-sum w * log p: maximum likelihood of the tokens, whatever their advantages (supervised fine-tuning)."""
+    return _unclipped(-(inputs.weights_T * inputs.logprobs_T).sum(), inputs)
 
-    PPO (arXiv 1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476).
+
+def clipped_policy_loss(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> LossOutputs:
+    """-sum w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A).
+
+    PPO (arXiv 1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476). With `dual_clip`, a term of a
+    negative A is at least dual_clip * A, so a large r cannot dominate the step (arXiv 1912.09729, equation 5).
     """
     ratio_T = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).exp()
-    unclipped_T = ratio_T * inputs.advantages_T
-    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * inputs.advantages_T
-    loss = -(inputs.weights_T * torch.minimum(unclipped_T, clipped_T)).sum()
-    return LossOutputs(loss, (clipped_T < unclipped_T).detach())
+    return _clipped_surrogate(inputs, ratio_T, clip_low, clip_high, dual_clip)
+
+
+def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutputs:
+    """-sum w * min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s the geometric mean of r over the sequence.
+
+    GSPO (arXiv 2507.18071) in its token form, equations 14 and 15: s = stop_gradient(s) * p / stop_gradient(p).
+    """
+    log_ratio_T = log_ratio(inputs.logprobs_T.detach(), inputs.rollout_logprobs_T)
+    own_T = (inputs.logprobs_T - inputs.logprobs_T.detach()).exp()  # 1, with the gradient of log p
+    ratio_T = sequence_means(log_ratio_T, inputs.sequence_T).exp() * own_T
+    return _clipped_surrogate(inputs, ratio_T, clip_low, clip_high)
 
 
 def cispo_loss(inputs: LossInputs, *, clip_high: float) -> LossOutputs:
-    """-sum w * stop_gradient(min(r, 1 + clip_high)) * A * log p, r = p / p_rollout.
+    """-sum w * stop_gradient(min(r, 1 + clip_high)) * A * log p.
 
     CISPO (arXiv 2506.13585) in ScaleRL's one-sided form (arXiv 2510.13786): a token beyond the limit keeps a
-    gradient, with a bounded weight.
+    gradient, with a bounded weight. It is also AIPO (arXiv 2505.24034) with rho = 1 + clip_high: REINFORCE with
+    truncated importance weights.
     """
     ratio_T = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).detach().exp()
     loss = -(inputs.weights_T * ratio_T.clamp(max=1 + clip_high) * inputs.advantages_T * inputs.logprobs_T).sum()
     return LossOutputs(loss, ratio_T > 1 + clip_high)
 
 
+def dppo_tv_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutputs:
+    """-sum w * m * r * A. m is 0 where A > 0 and p - p_rollout > clip_high, or A < 0 and p_rollout - p > clip_low.
+
+    DPPO with the total variation of a token as its limit (arXiv 2602.04879): a difference of probabilities does not
+    remove rare tokens, as a limit on their ratio does.
+    """
+    ratio_T = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).exp()
+    difference_T = (inputs.logprobs_T.exp() - inputs.rollout_logprobs_T.exp()).detach()
+    is_too_high_T = (inputs.advantages_T > 0) & (difference_T > clip_high)
+    is_too_low_T = (inputs.advantages_T < 0) & (difference_T < -clip_low)
+    masked_T = is_too_high_T | is_too_low_T
+    terms_T = inputs.weights_T * ratio_T * inputs.advantages_T
+    return LossOutputs(-terms_T.masked_fill(masked_T, 0).sum(), masked_T)
+
+
+def sapo_loss(inputs: LossInputs, *, positive_temperature: float, negative_temperature: float) -> LossOutputs:
+    """-sum w * A * 4 / tau * sigmoid(tau * (r - 1)), tau by the sign of A.
+
+    SAPO (arXiv 2511.20347): a soft gate takes the place of the clip. Its derivative by r is 1 at r = 1 and falls on
+    both sides.
+    """
+    ratio_T = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).exp()
+    tau_T = torch.full_like(ratio_T, negative_temperature)
+    tau_T = tau_T.masked_fill(inputs.advantages_T > 0, positive_temperature)
+    gate_T = 4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1))
+    return _unclipped(-(inputs.weights_T * inputs.advantages_T * gate_T).sum(), inputs)
+
+
 LOSSES: Mapping[str, Callable[..., LossOutputs]] = {
     "ppo_clip": clipped_policy_loss,
+    "gspo": gspo_loss,
     "cispo": cispo_loss,
+    "dppo_tv": dppo_tv_loss,
+    "sapo": sapo_loss,
     "reinforce": reinforce_loss,
+    "cross_entropy": cross_entropy_loss,
 }
 """By the name in the experiment's `algorithm.loss`. Keyword arguments are keys of `algorithm` of the same name."""
-
-
-def policy_loss(algorithm: AlgorithmSpec, folder: Path) -> PolicyLoss:
-    """Return the loss that `algorithm.loss` names, with its keyword arguments; user code is looked up in `folder`.
-
-    Raises InvalidArgumentError if user code cannot be loaded.
-    """
-    if isinstance(algorithm, OwnLoss):
-        return _UserLoss(algorithm.loss, folder, algorithm.loss_config)
-    loss = LOSSES[algorithm.loss]
-    keywords = [name for name, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    return partial(loss, **{name: getattr(algorithm, name) for name in keywords})
-
-
-def reference_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """k3 = exp(d) - d - 1 with d = log p_reference - log p: unbiased for KL(p || reference), never negative.
-
-    Source: J. Schulman, "Approximating KL divergence" (2020). Shape [T].
-    """
-    difference_T = log_ratio(reference_logprobs_T, logprobs_T)
-    return torch.expm1(difference_T) - difference_T
-
-
-def kl_penalty(inputs: LossInputs, reference_logprobs_T: Tensor, algorithm: AlgorithmSpec) -> Tensor:
-    """Return the KL estimate that `algorithm.kl_estimator` names. Shape [T].
-
-    "k3": the value is unbiased for samples of the policy itself, the gradient is not that of the KL divergence.
-    "k3_unbiased": r * k3 with r = p / p_rollout; value and gradient are unbiased, for samples of an older policy too
-    (DeepSeek-V3.2, arXiv 2512.02556; TRL's default).
-    """
-    kl_T = reference_kl(inputs.logprobs_T, reference_logprobs_T)
-    if algorithm.kl_estimator == "k3":
-        return kl_T
-    return log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).exp() * kl_T
 
 
 def token_entropy(logprobs_TV: Tensor) -> Tensor:
@@ -154,75 +121,16 @@ def token_entropy(logprobs_TV: Tensor) -> Tensor:
     return -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
-class _UserLoss:
-    """A loss of the user: what it returns and its gradient are checked, and errors name its reference."""
-
-    def __init__(self, reference: str, folder: Path, config: Mapping[str, Any]) -> None:
-        loss = load_reference(reference, folder)
-        if not callable(loss):
-            raise InvalidArgumentError(f"algorithm.loss {reference}: not a function but {type(loss).__name__}")
-        if problem := refused_arguments(loss, ["inputs"], config):
-            raise InvalidArgumentError(f"algorithm.lossConfig: {reference} does not accept it: {problem}")
-        self._reference, self._loss, self._config = reference, loss, config
-        self._calls = 0
-        self._are_gradients_finite: list[Tensor] = []
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        own_T = inputs.logprobs_T.view_as(inputs.logprobs_T)
-        own_T.register_hook(self._note_gradient)
-        try:
-            outputs = self._loss(replace(inputs, logprobs_T=own_T), **self._config)
-        except USER_CODE_ERRORS as error:
-            self._calls, self._are_gradients_finite = 0, []
-            raise TrainingFailedError(f"algorithm.loss {self._reference}: {exception_text(error)}") from error
-        if fault := _fault(outputs, inputs):
-            raise InvalidArgumentError(f"algorithm.loss {self._reference}: {fault}")
-        self._calls += 1
-        if outputs.loss.requires_grad:
-            return outputs  # type: ignore[no-any-return]  # as _fault has found
-        # No token of this micro-batch may matter to the loss. `backward` needs a graph; the empty sum adds only that.
-        return LossOutputs(outputs.loss + inputs.logprobs_T[:0].sum(), outputs.clipped_T)
-
-    def check_step(self, loss: float, ranks: Ranks) -> None:
-        """Raise what `Objective.check_step` says. Forgets the step."""
-        calls, self._calls = self._calls, 0
-        are_finite, self._are_gradients_finite = self._are_gradients_finite, []
-        finite = sum(map(int, torch.stack(are_finite).tolist())) if are_finite else 0
-        counts = torch.tensor([calls, len(are_finite), finite], device=ranks.device)
-        calls, gradients, finite = ranks.sum(counts).tolist()
-        if calls and not gradients:
-            raise InvalidArgumentError(
-                f"algorithm.loss {self._reference}: loss does not depend on logprobs_T in any micro-batch of the step, "
-                "so it has no gradient"
-            )
-        _check_finite(self._reference, loss)
-        if finite < gradients:
-            raise TrainingFailedError(
-                f"algorithm.loss {self._reference}: its gradient by logprobs_T is not finite; clamp log ratios before "
-                f"exp, as built-in losses do at {MAX_LOG_RATIO:g}"
-            )
-
-    def _note_gradient(self, gradient_T: Tensor) -> None:
-        # Read at the end of the step: reading a value back for each micro-batch would stall a GPU.
-        self._are_gradients_finite.append(torch.isfinite(gradient_T).all())
+def _clipped_surrogate(
+    inputs: LossInputs, ratio_T: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> LossOutputs:
+    free_T = ratio_T * inputs.advantages_T
+    terms_T = torch.minimum(free_T, ratio_T.clamp(1 - clip_low, 1 + clip_high) * inputs.advantages_T)
+    if dual_clip is not None:
+        floor_T = torch.where(inputs.advantages_T < 0, dual_clip * inputs.advantages_T, -torch.inf)
+        terms_T = torch.maximum(terms_T, floor_T)
+    return LossOutputs(-(inputs.weights_T * terms_T).sum(), (terms_T != free_T).detach())
 
 
-def _check_finite(name: str, loss: float) -> None:
-    if not math.isfinite(loss):
-        raise TrainingFailedError(f"algorithm.loss {name}: the loss of the step is {loss}")
-
-
-def _fault(outputs: object, inputs: LossInputs) -> str:
-    """Return what is wrong with what a user's loss returned; empty if nothing is. Reads no value back from a GPU."""
-    if not isinstance(outputs, LossOutputs):
-        return f"returned {type(outputs).__name__}; a nexrl.algorithm.LossOutputs is needed"
-    wanted: Sequence[tuple[str, object, tuple[int, ...], torch.dtype]] = (
-        ("loss", outputs.loss, (), inputs.logprobs_T.dtype),
-        ("clipped_T", outputs.clipped_T, inputs.logprobs_T.shape, torch.bool),
-    )
-    for name, tensor, shape, dtype in wanted:
-        if not isinstance(tensor, Tensor):
-            return f"{name} is {type(tensor).__name__}; a tensor is needed"
-        if tensor.shape != shape or tensor.dtype != dtype:
-            return f"{name} is {tensor.dtype} {list(tensor.shape)}; {dtype} {list(shape)} is needed"
-    return ""
+def _unclipped(loss: Tensor, inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(loss, torch.zeros_like(inputs.logprobs_T, dtype=torch.bool))

@@ -1,5 +1,6 @@
 """AdamW on float32 master weights, and its learning-rate schedule."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,16 +17,20 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def learning_rate(step: int, algorithm: AlgorithmSpec, total_steps: int) -> float:
     """Return the rate of the update that follows `step` updates.
 
-    It rises linearly during the warm-up and then falls linearly. The last update, number `total_steps`, has
-    `final_learning_rate_ratio` of the highest rate; so have all later ones. With `total_steps` 0 (a trainer that only
-    the Trainer RPCs use) the end is unknown, so the rate stays at the highest after the warm-up.
+    It rises linearly during the warm-up. In the last `decay_steps` updates, or in all others, it falls on a line or on
+    half a cosine. The last update, number `total_steps`, has `final_learning_rate_ratio` of the highest rate; so have
+    all later ones. With `total_steps` 0 (a trainer that only the Trainer RPCs use) the end is unknown, so the rate
+    stays at the highest after the warm-up.
     """
     if step < algorithm.warmup_steps:
         return algorithm.learning_rate * (step + 1) / algorithm.warmup_steps
     if total_steps == 0:
         return algorithm.learning_rate
     last = total_steps - 1
-    done_ratio = 1.0 if step >= last else (step - algorithm.warmup_steps) / (last - algorithm.warmup_steps)
+    begin = max(algorithm.warmup_steps, last - (algorithm.decay_steps or last))
+    done_ratio = 1.0 if step >= last else max(0, step - begin) / (last - begin)
+    if algorithm.learning_rate_decay == "cosine":
+        done_ratio = (1 - math.cos(math.pi * done_ratio)) / 2
     return algorithm.learning_rate * (1.0 - (1.0 - algorithm.final_learning_rate_ratio) * done_ratio)
 
 

@@ -27,7 +27,8 @@ from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
-from nexrl_trainer.advantages import advantage_function, zero_variance_samples
+from nexrl_trainer.advantages import advantage_function, compared_groups, zero_variance_samples
+from nexrl_trainer.reward_shaping import shaped_rewards
 
 Forward: TypeAlias = Callable[[TrainBatch], NDArray[np.float32]]
 """Log-probabilities of the trained tokens of a batch under some weights, 0 elsewhere. Shape [N]."""
@@ -39,19 +40,22 @@ class GroupProcessor(Processor):
     def fit(self, batch: Batch) -> PreparedBatch:
         """Compute one advantage per sample. Each trajectory of a sample gets it."""
         # A sample counts once in its group's baseline, however many trajectories it has.
-        rewards_S, groups_S = batch.rewards_B, batch.groups_B
+        algorithm = self.context.algorithm
+        rewards_S = shaped_rewards(batch, algorithm, self.context.reference_logprobs)
+        groups_S = compared_groups(algorithm, batch.groups_B)
         advantages_S = self.context.advantage(rewards_S, groups_S)
         equal_S = zero_variance_samples(rewards_S, groups_S)
-        drops = self.context.algorithm.zero_variance_groups == "drop"
+        dropped_S = _dropped(batch, equal_S, algorithm)
         sequences = [
             trajectory.sequence(float(advantage))
-            for sample, advantage, is_equal in zip(batch.samples, advantages_S, equal_S, strict=True)
-            if not (drops and is_equal)
+            for sample, advantage, is_dropped in zip(batch.samples, advantages_S, dropped_S, strict=True)
+            if not is_dropped
             for trajectory in sample.trajectories
         ]
         metrics = {
             "zero_variance_group_fraction": _group_share(equal_S, groups_S),
             "advantage_std": float(advantages_S.std()),
+            "reward_penalty_mean": float((batch.rewards_B - rewards_S).mean()),
         }
         return PreparedBatch(sequences, metrics)
 
@@ -192,6 +196,17 @@ def _by_sequence(forward: Forward) -> ForwardPass:
         return np.split(forward(batch), np.cumsum(batch.lengths_B)[:-1]) if sequences else []
 
     return by_sequence
+
+
+def _dropped(batch: Batch, equal_S: NDArray[np.bool_], algorithm: AlgorithmSpec) -> NDArray[np.bool_]:
+    """Return which samples count in the baseline and are not trained."""
+    truncated_S = np.array([sample.is_truncated for sample in batch.samples])
+    dropped_S = np.zeros_like(equal_S)
+    if algorithm.zero_variance_groups == "drop":
+        dropped_S |= equal_S
+    if algorithm.truncated_samples == "drop":
+        dropped_S |= truncated_S
+    return dropped_S
 
 
 def _group_share(chosen_S: NDArray[np.bool_], groups_S: NDArray[Any]) -> float:

@@ -26,13 +26,17 @@ from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.layers import LayerSettings, set_up_layers
-from nexrl_trainer.losses import Objective, ObjectiveTerms, log_ratio
+from nexrl_trainer.losses import log_ratio
 from nexrl_trainer.micro_batch import MicroBatch
+from nexrl_trainer.objective import Objective, ObjectiveTerms
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
 from nexrl_trainer.ranks import ONE_RANK, Ranks, shard_of
 
 _RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
-_OVER_TOKENS = ("entropy", "reference_kl", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl", "clip_fraction")
+_OVER_TOKENS = (
+    *("entropy", "reference_kl", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl"),
+    *("clip_fraction", "left_out_fraction"),
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class LossMetrics:
     """Figures of one forward-backward. All but `loss` are means (or bounds) over the `token_count` trained tokens.
 
     A ratio is the trainer's probability divided by the one that the rollout recorded. `mismatch_kl` is the k3 estimate
-    of KL(rollout || trainer).
+    of KL(rollout || trainer). `left_out_fraction` is the share of tokens that `algorithm.correction` left out.
     """
 
     loss: float
@@ -65,6 +69,7 @@ class LossMetrics:
     ratio_max: float
     mismatch_kl: float
     clip_fraction: float
+    left_out_fraction: float
     token_count: int
     sequence_count: int
 
@@ -263,7 +268,7 @@ class _LossTotals:
     """Sums over micro-batches. They stay on the model's device until the end: reading each back would stall a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(7, dtype=torch.float64, device=device)
         self._bounds = torch.full((2,), -torch.inf, device=device)
         """The largest of -ratio and ratio."""
 
@@ -272,7 +277,8 @@ class _LossTotals:
             difference_P = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T)
             ratio_P = difference_P.exp()
             mismatch_P = torch.expm1(difference_P) - difference_P
-            columns = (terms.entropy_T, terms.kl_T, ratio_P, mismatch_P, terms.clipped_T.float())
+            marks = (terms.clipped_T.float(), terms.left_out_T.float())
+            columns = (terms.entropy_T, terms.kl_T, ratio_P, mismatch_P, *marks)
             self._sums += torch.stack([terms.objective, *(column.sum() for column in columns)])
             self._bounds = self._bounds.maximum(torch.stack([-ratio_P.min(), ratio_P.max()]))
 
@@ -282,7 +288,7 @@ class _LossTotals:
         if not tokens:
             return _no_loss(sequences)
         loss, *sums = ranks.sum(self._sums).tolist()
-        entropy, kl, ratio, mismatch, clipped = (total / tokens for total in sums)
+        entropy, kl, ratio, mismatch, clipped, left_out = (total / tokens for total in sums)
         negative_ratio_min, ratio_max = ranks.maximum(self._bounds).tolist()
         return LossMetrics(
             loss=loss,
@@ -293,6 +299,7 @@ class _LossTotals:
             ratio_max=ratio_max,
             mismatch_kl=mismatch,
             clip_fraction=clipped,
+            left_out_fraction=left_out,
             token_count=tokens,
             sequence_count=sequences,
         )
@@ -321,4 +328,4 @@ def _random_setters(device: torch.device) -> dict[str, Callable[[Tensor], None]]
 
 
 def _no_loss(sequence_count: int) -> LossMetrics:
-    return LossMetrics(0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0, sequence_count)
+    return LossMetrics(0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0, sequence_count)

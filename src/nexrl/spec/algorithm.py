@@ -1,14 +1,68 @@
 """`spec.algorithm`: advantages, loss and optimizer."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
-from nexrl.spec.section import Count, CountOrZero, NameOrReference, Ratio, Reference, code, written_out
+from nexrl.spec.section import (
+    Count,
+    CountOrZero,
+    NameOrReference,
+    Ratio,
+    Reference,
+    Section,
+    code,
+    refuse_key,
+    written_out,
+)
 from nexrl.spec.variants import VariantSection
 
-GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo")
+GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std", "max_rl")
 """Advantages that compare the samples of a group."""
+BATCH_BASELINES = ("batch_mean_std",)
+"""Advantages that compare all samples of the batch, whatever their groups."""
+
+Limit = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class RatioBand(Section):
+    """Ratios of the trainer's probability to the one that the rollout recorded; both ends are inside."""
+
+    low: Annotated[float, Field(ge=0, le=1)] = Field(description="Lowest ratio.")
+    high: Annotated[float, Field(ge=1, le=1e9)] = Field(description="Highest ratio.")
+
+
+class CorrectionSpec(Section):
+    """Which tokens are left out because trainer and engine, or two policy versions, disagree about them."""
+
+    token_band: RatioBand | None = Field(
+        default=None, description="A token whose ratio is outside is left out (IcePop uses 0.5 to 5)."
+    )
+    sequence_band: RatioBand | None = Field(
+        default=None, description="A trajectory whose geometric mean of ratios is outside is left out."
+    )
+    veto_ratio: Ratio = Field(
+        default=0.0, description="A trajectory with a token of a lower ratio is left out; 0 = none is."
+    )
+    negative_drift: Limit | None = Field(
+        default=None,
+        description="A trajectory with a negative advantage is left out if the mean of log p_rollout - log p over its "
+        "tokens is larger (off-policy sequence masking of DeepSeek-V3.2).",
+    )
+
+
+class OverlongPenaltySpec(Section):
+    """A penalty that grows linearly with the tokens that a sample generated (DAPO's soft overlong punishment)."""
+
+    after_tokens: CountOrZero = Field(description="Generated tokens without a penalty.")
+    full_tokens: Count = Field(description="Generated tokens from which the penalty is full.")
+    penalty: Limit = Field(default=1.0, description="The full penalty, subtracted from the reward.")
+
+    @model_validator(mode="after")
+    def _grows(self) -> Self:
+        if self.full_tokens <= self.after_tokens:
+            raise refuse_key("fullTokens", self.full_tokens, f"must be above afterTokens ({self.after_tokens})")
+        return self
 
 
 class AlgorithmSpec(VariantSection):
@@ -38,22 +92,52 @@ class AlgorithmSpec(VariantSection):
         le=100,
         description="Weight of the KL penalty against the initial model; 0 = no reference model.",
     )
-    kl_estimator: Literal["k3", "k3_unbiased"] = Field(
+    kl_estimator: Literal["k2", "k3", "k3_unbiased"] = Field(
         default="k3",
-        description="Estimator of the KL penalty. k3: Schulman's, unbiased for samples of the current policy. "
-        "k3_unbiased: k3 times the importance ratio, also unbiased for samples of an older policy (DeepSeek-V3.2).",
+        description="Estimator of the KL penalty. k2: half the squared log ratio, whose gradient is that of the "
+        "divergence for samples of the current policy. k3: Schulman's, whose value is unbiased for them. k3_unbiased: "
+        "k3 times the importance ratio, value and gradient unbiased also for samples of an older policy "
+        "(DeepSeek-V3.2).",
+    )
+    kl_reward_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        description="Weight of a KL penalty in the reward of a sample: the sum of log p_rollout - log p_initial over "
+        "the tokens that it generated (k1). 0 = none. Only processor builtin uses it.",
+    )
+    overlong_penalty: OverlongPenaltySpec | None = Field(
+        default=None, description="A penalty on the reward of long samples. Only processor builtin uses it."
+    )
+    truncated_samples: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="Whether samples that were cut at the token limit are trained (DAPO's overlong filtering drops "
+        "them). Their rewards count in the baseline either way. Only processor builtin uses it.",
+    )
+    correction: CorrectionSpec = Field(
+        default_factory=CorrectionSpec,
+        description="Tokens and trajectories that are left out of the loss because they are too far off-policy. The "
+        "weights of the others do not change.",
     )
     zero_variance_groups: Literal["keep", "drop"] = Field(
         default="drop",
-        description="Whether groups in which all rewards are equal take part in forward and backward passes.",
+        description="Whether samples that are compared with each other take part in forward and backward passes if "
+        "their rewards are all equal.",
     )
     learning_rate: float = Field(default=1e-6, gt=0, le=1, description="Highest learning rate of AdamW.")
     warmup_steps: CountOrZero = Field(
         default=0, description="Steps over which the learning rate rises linearly from 0."
     )
     final_learning_rate_ratio: Ratio = Field(
-        default=1.0,
-        description="Learning rate at the last step, as a share of the highest; it falls linearly. 1 = constant.",
+        default=1.0, description="Learning rate at the last step, as a share of the highest. 1 = constant."
+    )
+    learning_rate_decay: Literal["linear", "cosine"] = Field(
+        default="linear", description="How the learning rate falls to that share: on a line, or on half a cosine."
+    )
+    decay_steps: Count | None = Field(
+        default=None,
+        description="Last steps, in which the learning rate falls; until then it is the highest (warm-up, stable, "
+        "decay). none = all steps after the warm-up.",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         default=(0.9, 0.999),
@@ -77,14 +161,17 @@ class Grpo(AlgorithmSpec):
     type: Literal["grpo"] = Field(default="grpo", description="Group-relative policy optimisation.")
     advantage: Annotated[
         str,
-        NameOrReference(GROUP_BASELINES),
+        NameOrReference(GROUP_BASELINES + BATCH_BASELINES),
         code("a function", "rewards_B", "groups_B"),
         written_out("group_mean"),
     ] = Field(
         default="group_mean",
         description="group_mean: reward minus the mean of the group (Dr.GRPO). group_mean_std: that, divided by the "
-        "group's standard deviation (GRPO). rloo: reward minus the mean of the others (RLOO). `module:name`: a "
-        "nexrl.algorithm.Advantage of yours.",
+        "group's standard deviation (GRPO). rloo: reward minus the mean of the others (RLOO). max_rl: reward minus the "
+        "mean of the group, divided by that mean, for rewards of 0 and 1 (MaxRL). group_mean_batch_std: reward minus "
+        "the mean of the group, divided by the standard deviation of these differences in the batch (REINFORCE++ with "
+        "baseline). batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
+        "(REINFORCE++). `module:name`: a nexrl.algorithm.Advantage of yours.",
     )
 
 
@@ -104,19 +191,56 @@ class PpoClip(AlgorithmSpec):
     clip_high: Annotated[float, written_out(0.28, 4.0)] = Field(
         default=0.28, ge=0, le=100, description="Highest probability ratio is 1 + clipHigh."
     )
+    dual_clip: Annotated[float, Field(gt=1, le=100)] | None = Field(
+        default=None,
+        description="A token with a negative advantage counts at most as much as with this ratio (usual: 3). "
+        "none = no limit.",
+    )
+
+
+class Gspo(AlgorithmSpec):
+    """PPO's clipped surrogate with one ratio for a trajectory, the geometric mean of those of its tokens (GSPO)."""
+
+    loss: Literal["gspo"] = Field(description="GSPO.")
+    clip_low: Ratio = Field(default=3e-4, description="Lowest ratio of a trajectory is 1 - clipLow.")
+    clip_high: float = Field(default=4e-4, ge=0, le=100, description="Highest ratio of a trajectory is 1 + clipHigh.")
 
 
 class Cispo(AlgorithmSpec):
-    """REINFORCE, weighted by a probability ratio that is cut at an upper limit (CISPO)."""
+    """REINFORCE, weighted by a probability ratio that is cut at an upper limit (CISPO; AIPO with rho 1 + clipHigh)."""
 
     loss: Literal["cispo"] = Field(description="CISPO.")
     clip_high: float = Field(default=4.0, ge=0, le=100, description="Highest probability ratio is 1 + clipHigh.")
+
+
+class DppoTv(AlgorithmSpec):
+    """A token is left out if its probability has moved too far in the direction of its advantage (DPPO, TV)."""
+
+    loss: Literal["dppo_tv"] = Field(description="DPPO with total variation.")
+    clip_low: Ratio = Field(default=0.2, description="Largest fall of the probability, for negative advantages.")
+    clip_high: Ratio = Field(default=0.2, description="Largest rise of the probability, for positive advantages.")
+
+
+class Sapo(AlgorithmSpec):
+    """A probability ratio that is bounded by a sigmoid instead of a clip (SAPO)."""
+
+    loss: Literal["sapo"] = Field(description="SAPO.")
+    positive_temperature: Limit = Field(
+        default=1.0, description="Steepness of the sigmoid for positive advantages; larger is closer to a clip."
+    )
+    negative_temperature: Limit = Field(default=1.05, description="Steepness of the sigmoid for negative advantages.")
 
 
 class Reinforce(AlgorithmSpec):
     """REINFORCE without a probability ratio."""
 
     loss: Literal["reinforce"] = Field(description="REINFORCE.")
+
+
+class CrossEntropy(AlgorithmSpec):
+    """Maximum likelihood of the trained tokens, whatever their advantages; use it with zeroVarianceGroups keep."""
+
+    loss: Literal["cross_entropy"] = Field(description="Cross-entropy.")
 
 
 class OwnLoss(AlgorithmSpec):

@@ -38,6 +38,7 @@ RULES: Sequence[Rule] = (
         "self.samplesPerTask == 1 || self.temperature > 0.0",
         "greedy samples are equal; use 1, or a temperature above 0",
     ),
+    Rule("algorithm.overlongPenalty", "fullTokens", "self.fullTokens > self.afterTokens", "must be above afterTokens"),
     Rule(
         "monitor.health",
         "timeoutSeconds",

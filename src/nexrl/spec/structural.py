@@ -85,9 +85,10 @@ def _property(node: Node, key: str, child: Node, view: SchemaView) -> dict[str, 
     schema = structural(child, view)
     choice = _choice_with(node, key)
     having = [] if choice is None else [variant["properties"][key] for variant in variants_with(choice, key)]
+    alternatives = [structural(one, view) for one in having]
     for bound, widest in (("minimum", min), ("maximum", max)):
-        if having and bound in schema:
-            schema[bound] = widest(one[bound] for one in having)
+        if bound in schema:
+            schema[bound] = widest([one[bound] for one in alternatives] or [schema[bound]])
     if having:
         schema["description"] = " ".join(dict.fromkeys(view.resolve(one)["description"] for one in having))
     is_in_all = choice is None or len(having) == len(choice["variants"])

@@ -77,8 +77,14 @@ def _combinations(root: type[VariantSection]) -> Mapping[str, type[VariantSectio
                 for tag, leaf in zip(root.TAGS, leaves, strict=True)
                 for key in [tag, *_own(leaf)]
             }
+            # Deferred: the union builds a schema of each of them, and few are used by themselves.
             combined[name] = create_model(
-                name, __base__=leaves, __doc__=root.__doc__, __module__=root.__module__, **own
+                name,
+                __base__=leaves,
+                __doc__=root.__doc__,
+                __module__=root.__module__,
+                __cls_kwargs__={"defer_build": True},
+                **own,
             )
             combined[name]._is_combination = True
     return combined

@@ -152,13 +152,17 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"algorithm": {"loss": "hinge"}},
             "spec.algorithm.loss",
-            ['"hinge"', "ppo_clip, cispo, reinforce, or `mod"],
+            ['"hinge"', "ppo_clip, gspo, cispo, dppo_tv, sapo, reinforce, cross_entropy, or `mod"],
         ),
         ({"algorithm": {"loss": "cispo", "clipLow": 0.1}}, "spec.algorithm.clipLow", ["0.1", "only loss ppo_clip"]),
         ({"algorithm": {"lossConfig": {"a": 1}}}, "spec.algorithm.lossConfig", ["only loss module:name"]),
         ({"algorithm": {"aggregation": "constant"}}, "spec.algorithm.constantTokens", ["missing", "an integer"]),
         ({"algorithm": {"constantTokens": 9}}, "spec.algorithm.constantTokens", ["9", "only aggregation constant"]),
-        ({"algorithm": {"advantage": "mean"}}, "spec.algorithm.advantage", ['"mean"', "rloo, or `module:name`"]),
+        (
+            {"algorithm": {"advantage": "mean"}},
+            "spec.algorithm.advantage",
+            ['"mean"', "batch_mean_std, or `module:name`"],
+        ),
         ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),
         (
             {"trajectoryPool": {"groupSize": 1}},

@@ -5,12 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexrl.spec.algorithm import GROUP_BASELINES
+from nexrl.spec.algorithm import BATCH_BASELINES, GROUP_BASELINES, AlgorithmSpec
 from nexrl_trainer.advantages import (
     ADVANTAGES,
+    batch_scaled_group_advantages,
+    compared_groups,
     group_mean_advantages,
     group_standardized_advantages,
     leave_one_out_advantages,
+    max_likelihood_advantages,
     zero_variance_samples,
 )
 
@@ -20,7 +23,7 @@ GROUPS_B = np.array([7, 3, 7, 3, 7])
 
 
 def test_the_names_are_those_of_the_experiment_file() -> None:
-    assert set(ADVANTAGES) == set(GROUP_BASELINES)
+    assert set(ADVANTAGES) == {*GROUP_BASELINES, *BATCH_BASELINES}
 
 
 samples = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3)), min_size=1, max_size=30)
@@ -40,6 +43,26 @@ def test_standardized_divides_by_the_sample_deviation_plus_a_floor() -> None:
 def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
     expected_B = np.array([0 - 1, 2 - 4, 1 - 0.5, 4 - 2, 1 - 0.5])
     np.testing.assert_allclose(leave_one_out_advantages(REWARDS_B, GROUPS_B), expected_B, rtol=1e-6)
+
+
+def test_max_likelihood_divides_by_the_mean_of_the_group() -> None:
+    rewards_B = np.array([1.0, 0.0, 0.0, 0.0, -1.0, 0.0])
+    groups_B = np.array([0, 0, 0, 0, 1, 1])
+    expected_B = [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]  # the second group's mean is negative
+    np.testing.assert_allclose(max_likelihood_advantages(rewards_B, groups_B), expected_B)
+
+
+def test_differences_from_the_group_are_divided_by_their_deviation_in_the_batch() -> None:
+    differences_B = np.array([-2 / 3, -1, 1 / 3, 1, 1 / 3])
+    expected_B = differences_B / (np.std(differences_B, ddof=1) + 1e-4)
+    np.testing.assert_allclose(batch_scaled_group_advantages(REWARDS_B, GROUPS_B), expected_B, rtol=1e-6)
+
+
+def test_a_batch_baseline_compares_all_samples_as_one_group() -> None:
+    groups_B = compared_groups(AlgorithmSpec.model_validate({"advantage": "batch_mean_std"}), GROUPS_B)
+    expected_B = (REWARDS_B - REWARDS_B.mean()) / (np.std(REWARDS_B, ddof=1) + 1e-4)
+    np.testing.assert_allclose(ADVANTAGES["batch_mean_std"](REWARDS_B, groups_B), expected_B, rtol=1e-6)
+    assert compared_groups(AlgorithmSpec.model_validate({"advantage": "rloo"}), GROUPS_B) is GROUPS_B
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -27,6 +27,20 @@ def test_learning_rate_rises_then_falls_to_its_floor_at_the_last_update() -> Non
     assert rates[12:] == pytest.approx([0.1, 0.1, 0.1])
 
 
+def test_learning_rate_is_stable_until_the_last_steps_if_these_are_given() -> None:
+    algorithm = AlgorithmSpec(learning_rate=1.0, warmup_steps=2, final_learning_rate_ratio=0.0, decay_steps=4)
+    rates = [learning_rate(step, algorithm, total_steps=13) for step in range(13)]
+    assert rates[1:9] == [1.0] * 8
+    assert rates[9:] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+
+
+def test_a_cosine_falls_slowly_at_both_ends() -> None:
+    algorithm = AlgorithmSpec(learning_rate=1.0, final_learning_rate_ratio=0.1, learning_rate_decay="cosine")
+    rates = [learning_rate(step, algorithm, total_steps=5) for step in range(6)]
+    expected = [0.1 + 0.9 * (1 + np.cos(np.pi * share)) / 2 for share in (0, 0.25, 0.5, 0.75, 1, 1)]
+    assert rates == pytest.approx(expected)
+
+
 def test_without_a_last_update_the_rate_stays_after_the_warm_up() -> None:
     algorithm = AlgorithmSpec(learning_rate=1.0, warmup_steps=2, final_learning_rate_ratio=0.1)
     assert [learning_rate(step, algorithm, total_steps=0) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]

@@ -12,7 +12,7 @@ from nexrl.client import BatchClient
 from nexrl.errors import NexrlError
 from nexrl.rollout_worker import with_columns
 from nexrl.rpc.client import connect
-from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.algorithm import AlgorithmSpec, OverlongPenaltySpec
 from nexrl.v1.activity_service_pb2 import Module
 from nexrl.v1.trajectory_pb2 import VERDICT_OK, VERDICT_TRUNCATED, Group, PolicySpan, SampleResult, Trajectory
 from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
@@ -96,6 +96,28 @@ async def test_metrics_tell_what_a_batch_is_made_of(build: Builder) -> None:
 async def test_groups_without_a_difference_are_left_out_unless_they_are_kept(build: Builder) -> None:
     batch, _ = build().fit(lease())
     assert len(batch.lengths_B) == 2
+
+
+async def test_a_batch_baseline_does_not_look_for_differences_within_groups(build: Builder) -> None:
+    batch, metrics = build(advantage="batch_mean_std").fit(lease())
+    assert len(batch.lengths_B) == 4
+    assert batch.advantages_N[9] > 0
+    assert metrics["zero_variance_group_fraction"] == 0
+
+
+async def test_truncated_samples_count_in_the_baseline_and_are_not_trained_if_they_are_dropped(build: Builder) -> None:
+    batch, _ = build(truncated_samples="drop").fit(lease())
+    assert batch.advantages_N.tolist() == [0.5] * 3
+
+
+async def test_penalties_change_the_advantages_and_are_a_metric(build: Builder) -> None:
+    penalty = OverlongPenaltySpec(after_tokens=0, full_tokens=4, penalty=1.0)
+    long = lease()
+    del long.groups[0].samples[0].trajectories[0].loss_mask[-1]
+    long.groups[0].samples[0].trajectories[0].loss_mask.append(False)  # it has one generated token, others have two
+    batch, metrics = build(overlong_penalty=penalty).fit(long)
+    assert batch.advantages_N[0] == pytest.approx((0.75 - -0.5) / 2)
+    assert metrics["reward_penalty_mean"] == pytest.approx((0.25 + 3 * 0.5) / 4)
 
 
 @pytest.mark.guide("Q15")

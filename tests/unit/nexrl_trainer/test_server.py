@@ -121,7 +121,7 @@ def test_policy_reference_model_batches_and_optimizer_are_on_the_device_of_the_e
         [TrainSequence([4, own, 5], [False, True, True], [0.0, -1.0, -1.0], 1.0, [0.0, -1.0, -1.0]) for own in (4, 5)]
     )
     learner = build_learner(experiment)
-    monkeypatch.setattr(_LossTotals, "metrics", lambda *_, **__: LossMetrics(0, 0, 0, 1, 1, 1, 0, 0, 4, 2))
+    monkeypatch.setattr(_LossTotals, "metrics", lambda *_, **__: LossMetrics(0, 0, 0, 1, 1, 1, 0, 0, 0, 4, 2))
     learner.forward_backward(batch)
     masters = [tensor for name, tensor in learner.optimizer.tensors().items() if name.startswith("master.")]
     assert len(masters) == len(list(learner.model.parameters()))
