@@ -242,6 +242,10 @@ bench-weights: $(INSTALLED) bench-vllm ## Measure seconds of a weight sync, to v
 bench-loop: $(INSTALLED) $(TRL_INSTALLED) ## Measure samples per second of the whole loop against TRL's GRPOTrainer
 	$(BIN)/python benchmarks/loop_vs_trl.py
 
+.PHONY: bench-algorithms
+bench-algorithms: $(INSTALLED) ## Measure rewards of the quickstart's task with each loss and advantage: STEPS=150 SEEDS=5
+	$(BIN)/python benchmarks/algorithms.py --steps $(or $(STEPS),150) --seeds $(or $(SEEDS),5)
+
 .PHONY: bench-trainer
 bench-trainer: $(INSTALLED) ## Measure a training step: memory of the logits, tokens per CPU second against a padded Hugging Face loop
 	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py

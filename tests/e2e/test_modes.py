@@ -72,6 +72,18 @@ async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode
     assert max(staleness_of(run)) <= 2
 
 
+async def test_a_run_trains_with_corrections_and_with_penalties_on_length_and_distance(tmp_path: Path) -> None:
+    loss = ("algorithm.loss=gspo", "algorithm.advantage=batch_mean_std", "algorithm.truncatedSamples=drop")
+    penalties = ("algorithm.overlongPenalty={afterTokens: 0, fullTokens: 4}", "algorithm.klRewardCoefficient=0.1")
+    # The band is a single ratio, which rounding misses for some tokens.
+    band = ("algorithm.correction={tokenBand: {low: 1.0, high: 1.0}}", "weightSync.mode=sync", "validation=null")
+    run = await ended_well(tmp_path, *loss, *penalties, *band)
+    steps = [line for line in metrics_of(run.folder) if "reward_penalty_mean" in line]
+    assert len(steps) == STEPS
+    assert min(line["reward_penalty_mean"] for line in steps) > 0.1
+    assert any(0 < line["left_out_fraction"] < 1 for line in metrics_of(run.folder) if "left_out_fraction" in line)
+
+
 async def test_a_run_with_truncated_sampling_trains_on_the_probabilities_that_its_tokens_were_drawn_with(
     tmp_path: Path,
 ) -> None:
