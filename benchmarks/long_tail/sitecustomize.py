@@ -13,7 +13,8 @@ def slow_down(seconds: float) -> None:
     """Make every step of the learner take `seconds`."""
     # Here, because every other process of the run reads this file too.
     from nexrl.train_batch import TrainBatch
-    from nexrl_trainer.step import Learner, StepMetrics
+    from nexrl_trainer.step import Learner
+    from nexrl_trainer.step_metrics import StepMetrics
 
     train = Learner.train
 

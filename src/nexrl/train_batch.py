@@ -92,6 +92,27 @@ class TrainBatch:
         """The sequence that each token belongs to."""
         return np.repeat(np.arange(len(self.lengths_B)), self.lengths_B)
 
+    def parts(self, count: int) -> "list[TrainBatch]":
+        """Split the batch into `count` batches of whole sequences, in their order; fewer if it has fewer sequences."""
+        part_B = np.arange(len(self.lengths_B)) * count // max(len(self.lengths_B), 1)
+        return [self.select(part_B == part) for part in np.unique(part_B)] or [self]
+
+    def select(self, rows_B: NDArray[np.bool_]) -> "TrainBatch":
+        """Return the batch without the sequences whose entry is False."""
+        kept_N = np.repeat(rows_B, self.lengths_B)
+        reference_N = self.reference_logprobs_N
+        return TrainBatch(
+            token_ids_N=self.token_ids_N[kept_N],
+            loss_mask_N=self.loss_mask_N[kept_N],
+            rollout_logprobs_N=self.rollout_logprobs_N[kept_N],
+            advantages_N=self.advantages_N[kept_N],
+            lengths_B=self.lengths_B[rows_B],
+            reference_logprobs_N=None if reference_N is None else reference_N[kept_N],
+            columns={
+                name: column[kept_N if len(column) == len(kept_N) else rows_B] for name, column in self.columns.items()
+            },
+        )
+
     def columns_of(self, tokens: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Return the columns at these tokens (index into _N). A sequence's value is repeated at each of its tokens."""
         rows = self.sequence_of_tokens[tokens] if self.columns else tokens

@@ -85,6 +85,21 @@ async def test_a_trainer_that_is_stopped_leaves_a_checkpoint_of_what_was_acknowl
     assert path.name == "global_step_0"
 
 
+async def test_a_stop_saves_nothing_of_a_step_whose_updates_are_not_all_made(
+    build: Callable[[str], Awaitable[World]],
+) -> None:
+    world = await build("half")
+    async with connect(world.pool.address) as channel:
+        worker = world.worker(channel)
+        training = asyncio.create_task(worker.run())
+        await worker.has_begun.wait()
+        worker.learner.is_between_steps = False
+        await worker.stop()
+        training.cancel()
+        await asyncio.wait([training])
+    assert find_latest_checkpoint(world.folder / "checkpoints") is None
+
+
 @pytest.mark.guide("J10")
 async def test_a_stop_waits_for_the_step_in_hand_and_saves_it(build: Callable[[str], Awaitable[World]]) -> None:
     world = await build("within")

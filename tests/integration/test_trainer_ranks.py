@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)  # four processes import torch
 MAX_RANKS = 4
 STEPS = [9, 3, 0, 12, 1, 8]
 """Sequences of each step: more than ranks, fewer than ranks, none."""
-AGGREGATIONS = {"ppo_clip": "token", "cispo": "sequence", "reinforce": "constant"}
+AGGREGATIONS = {"ppo_clip": "token", "cispo": "sequence", "reinforce": "constant", "gspo": "sequence"}
 
 # A split into other micro-batches and ranks changes the order in which float32 numbers are added up, and nothing else.
 # The largest differences measured after these steps: 2e-6 of a metric, 5e-7 of a log-probability, 2e-7 of a weight.
@@ -84,10 +84,16 @@ def assert_as_on_one_rank(alone: Trained, by_rank: Sequence[Trained]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:
-    algorithm = {"aggregation": AGGREGATIONS[loss], "entropy_coefficient": 0.05, "kl_coefficient": 0.1}
-    constant = {"constant_tokens": 8} if AGGREGATIONS[loss] == "constant" else {}
+    algorithm = {"aggregation": AGGREGATIONS.get(loss, "token"), "entropy_coefficient": 0.05, "kl_coefficient": 0.1}
+    constant = {"constant_tokens": 8} if algorithm["aggregation"] == "constant" else {}
     case = RankCase(STEPS, {"loss": loss, **algorithm, **constant})
     (by_rank,) = ranks.train(size, [case])
+    assert_as_on_one_rank(train(case), by_rank)
+
+
+def test_mini_batches_and_epochs_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses) -> None:
+    case = RankCase(STEPS, {"loss": "ppo_clip", "mini_batches": 2, "epochs": 2})
+    (by_rank,) = ranks.train(2, [case])
     assert_as_on_one_rank(train(case), by_rank)
 
 

@@ -14,7 +14,7 @@ from nexrl_trainer import checkpoint, server
 from nexrl_trainer.step import Learner
 
 POINTS: Mapping[str, tuple[Any, str]] = {
-    "update": (Learner, "optimizer_step"),  # gradients exist, but no weight has changed yet
+    "update": (Learner, "update"),  # gradients exist, but no weight has changed yet
     "sync to disk": (os, "fsync"),  # for each file of a checkpoint, its marker, its folder and the parent folder
     "delete": (shutil, "rmtree"),
     "upload": (RunStorage, "put"),  # each file, of a checkpoint or not

@@ -23,7 +23,8 @@ from nexrl_trainer.build import reference_logprobs
 from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.processor import AlgorithmProcessor, build_processor
 from nexrl_trainer.server import run_checkpoints
-from nexrl_trainer.step import Learner, LearnerSettings, StepMetrics
+from nexrl_trainer.step import Learner, LearnerSettings
+from nexrl_trainer.step_metrics import StepMetrics
 from nexrl_trainer.uploads import Uploads
 from tests.support.pool import PoolClient, drawn_span, running_pool, scored
 from tests.support.services import settings, small_experiment

@@ -20,7 +20,8 @@ from nexrl.weights.gather import gathered_snapshot
 from nexrl.weights.packing import Snapshot
 from nexrl_trainer.checkpoint import load_checkpoint
 from nexrl_trainer.gang import end_for, wait_for_gang_end
-from nexrl_trainer.step import Learner, LearnerState, LossMetrics, OptimizerMetrics
+from nexrl_trainer.step import Learner, LearnerState
+from nexrl_trainer.step_metrics import LossMetrics, OptimizerMetrics
 
 
 class Leader(Learner):
@@ -52,10 +53,15 @@ class Leader(Learner):
         with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_CLEAR_GRADIENTS)):
             super().clear_gradients()
 
-    def optimizer_step(self) -> OptimizerMetrics:
+    def update(self) -> OptimizerMetrics:
         """As on a single rank."""
-        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_OPTIMIZER_STEP)):
-            return super().optimizer_step()
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_UPDATE)):
+            return super().update()
+
+    def end_step(self) -> None:
+        """As on a single rank."""
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_END_STEP)):
+            super().end_step()
 
     def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None) -> Snapshot:
         """As on a single rank. The memory of `replaced` is not used again."""
@@ -112,8 +118,10 @@ def _call(learner: Learner, command: pb.RankCommand) -> None:
             learner.forward_backward(decode_train_batch(command.tensors))
         case pb.RankCommand.VERB_CLEAR_GRADIENTS:
             learner.clear_gradients()
-        case pb.RankCommand.VERB_OPTIMIZER_STEP:
-            learner.optimizer_step()
+        case pb.RankCommand.VERB_UPDATE:
+            learner.update()
+        case pb.RankCommand.VERB_END_STEP:
+            learner.end_step()
         case pb.RankCommand.VERB_GATHER_WEIGHTS:
             _gather_weights(learner, command.bucket_bytes)
         case pb.RankCommand.VERB_GATHER_STATE:

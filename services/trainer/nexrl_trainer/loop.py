@@ -186,7 +186,8 @@ class TrainWorker:
     async def stop(self) -> None:
         """Finish the running step, and save a checkpoint if it is not saved yet. The loop is cancelled next."""
         await self._step_in_hand.acquire()
-        if self.learner.step == self._acked_steps and not self.is_done and not self._is_contradicted:
+        is_saved = self.is_done or self._is_contradicted or not self.learner.is_between_steps
+        if self.learner.step == self._acked_steps and not is_saved:
             await self.save_checkpoint()
 
     async def load_checkpoint(self, path: Path) -> None:
@@ -287,6 +288,8 @@ class TrainWorker:
             async with self.weights_lock:
                 arrays = decode_train_batch(batch.tensors)
                 metrics = await self.in_torch_thread(lambda: self.learner.train(arrays))
+        if metrics.skipped_updates:
+            log.warning("batch %d: %d updates skipped: not finite", batch.batch_id, metrics.skipped_updates)
         if metrics.token_count:
             self._drops_in_a_row = 0
         self._drops_in_a_row += batch.dropped

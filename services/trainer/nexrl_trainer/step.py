@@ -6,7 +6,7 @@ Training repeats bit for bit on a CPU with a fixed number of threads: nothing he
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,13 @@ from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.layers import LayerSettings, set_up_layers
-from nexrl_trainer.losses import log_ratio
 from nexrl_trainer.micro_batch import MicroBatch
-from nexrl_trainer.objective import Objective, ObjectiveTerms
+from nexrl_trainer.objective import Objective
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
 from nexrl_trainer.ranks import ONE_RANK, Ranks, shard_of
+from nexrl_trainer.step_metrics import LossMetrics, LossTotals, OptimizerMetrics, StepMetrics, no_loss, step_metrics
 
 _RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
-_OVER_TOKENS = (
-    *("entropy", "reference_kl", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl"),
-    *("clip_fraction", "left_out_fraction"),
-)
 
 
 @dataclass(frozen=True)
@@ -51,46 +47,6 @@ class LearnerSettings:
     forward: ForwardSettings = field(default_factory=ForwardSettings)
     folder: Path = Path()
     layers: LayerSettings = field(default_factory=LayerSettings)
-
-
-@dataclass(frozen=True)
-class LossMetrics:
-    """Figures of one forward-backward. All but `loss` are means (or bounds) over the `token_count` trained tokens.
-
-    A ratio is the trainer's probability divided by the one that the rollout recorded. `mismatch_kl` is the k3 estimate
-    of KL(rollout || trainer). `left_out_fraction` is the share of tokens that `algorithm.correction` left out.
-    """
-
-    loss: float
-    entropy: float
-    reference_kl: float
-    ratio_mean: float
-    ratio_min: float
-    ratio_max: float
-    mismatch_kl: float
-    clip_fraction: float
-    left_out_fraction: float
-    token_count: int
-    sequence_count: int
-
-
-@dataclass(frozen=True)
-class OptimizerMetrics:
-    """Figures of one update. `step` counts updates, this one included; `grad_norm` is the norm before clipping."""
-
-    step: int
-    lr: float
-    grad_norm: float
-
-
-@dataclass(frozen=True)
-class StepMetrics(LossMetrics, OptimizerMetrics):
-    """Figures of one whole step."""
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures by name. Means over tokens are left out if no token was trained."""
-        left_out = () if self.token_count else _OVER_TOKENS
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -116,6 +72,8 @@ class Learner:
         self.model = model
         self.settings = settings
         self.step = 0
+        self.is_between_steps = True
+        """False while only some of a step's updates are made. Such weights are no version of the policy."""
         self.ranks = ranks
         self.forward_pass = ForwardPass(model, settings.forward, ranks=ranks)
         set_up_layers(model, settings.layers)
@@ -124,13 +82,27 @@ class Learner:
         self._objective = Objective(settings.algorithm, settings.folder)
 
     def train(self, batch: TrainBatch) -> StepMetrics:
-        """Train one step on one batch. A batch without trained tokens changes no weight and still counts as a step."""
-        try:
-            loss = self.forward_backward(batch)
-        except TrainingFailedError:
-            self.clear_gradients()  # the batch is tried again, on top of nothing
-            raise
-        return StepMetrics(**asdict(self.optimizer_step()), **asdict(loss))
+        """Train one step on one batch, with an update for each mini-batch of each epoch.
+
+        A batch without trained tokens changes no weight and still counts as a step. Raises TrainingFailedError if
+        each update would have failed: no weight has changed then, unless the user's loss raised (`is_between_steps`).
+        """
+        algorithm = self.settings.algorithm
+        made: list[tuple[LossMetrics, OptimizerMetrics]] = []
+        failures: list[TrainingFailedError] = []
+        for part in batch.parts(algorithm.mini_batches) * algorithm.epochs:
+            try:
+                made.append((self.forward_backward(part), self.update()))
+                self.is_between_steps = False
+            except TrainingFailedError as error:
+                self.clear_gradients()  # what follows is trained on top of nothing
+                if error.__cause__ is not None:
+                    raise
+                failures.append(error)
+        if not made:
+            raise failures[0]
+        self.end_step()
+        return step_metrics(batch, made, len(failures))
 
     def forward(self, batch: TrainBatch) -> NDArray[np.float32]:
         """Return the log-probabilities of the trained tokens under the current weights, 0 elsewhere. Shape [N]."""
@@ -150,7 +122,7 @@ class Learner:
         _check_reference(batch, algorithm)
         constant_tokens = algorithm.constant_tokens if isinstance(algorithm, ConstantAggregation) else None
         weights_N = token_weights(batch, algorithm.aggregation, denominator, constant_tokens=constant_tokens)
-        totals = _LossTotals(self.model.device)
+        totals = LossTotals(self.model.device)
         for micro in self.forward_pass.micro_batches(batch):
             self._backward(batch, micro, weights_N, objective, totals)
         metrics = totals.metrics(batch, self.ranks)
@@ -158,7 +130,13 @@ class Learner:
         return metrics
 
     def optimizer_step(self) -> OptimizerMetrics:
-        """Clip the accumulated gradient, update the weights, and clear the gradient.
+        """End a step with one update. Raises what `update` raises."""
+        metrics = self.update()
+        self.end_step()
+        return metrics
+
+    def update(self) -> OptimizerMetrics:
+        """Clip the accumulated gradient, update the weights, and clear the gradient. The step does not end.
 
         Raises TrainingFailedError if the gradient is not finite, because such an update would destroy the weights. The
         gradient is cleared then too.
@@ -170,8 +148,12 @@ class Learner:
             raise TrainingFailedError(f"step {self.step + 1}: gradient norm is {grad_norm}")
         lr = learning_rate(self.step, algorithm, self.settings.total_steps)
         self.optimizer.update(lr)
+        return OptimizerMetrics(step=self.step + 1, lr=lr, grad_norm=grad_norm)
+
+    def end_step(self) -> None:
+        """Count the step: its updates make the next version of the policy."""
         self.step += 1
-        return OptimizerMetrics(step=self.step, lr=lr, grad_norm=grad_norm)
+        self.is_between_steps = True
 
     def clear_gradients(self) -> None:
         """Drop the accumulated gradient."""
@@ -223,7 +205,7 @@ class Learner:
         micro: MicroBatch,
         weights_N: NDArray[np.float32],
         objective: Objective,
-        totals: "_LossTotals",
+        totals: "LossTotals",
     ) -> None:
         token_ids_P = self._tensor(batch.token_ids_N[micro.tokens_P])
         has_bonus = objective.algorithm.entropy_coefficient > 0
@@ -257,52 +239,10 @@ class MockLearner(Learner):
     def forward_backward(
         self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
     ) -> LossMetrics:
-        return _no_loss(len(batch.lengths_B))
+        return no_loss(len(batch.lengths_B))
 
-    def optimizer_step(self) -> OptimizerMetrics:
-        self.step += 1
-        return OptimizerMetrics(step=self.step, lr=0.0, grad_norm=0.0)
-
-
-class _LossTotals:
-    """Sums over micro-batches. They stay on the model's device until the end: reading each back would stall a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(7, dtype=torch.float64, device=device)
-        self._bounds = torch.full((2,), -torch.inf, device=device)
-        """The largest of -ratio and ratio."""
-
-    def add(self, inputs: LossInputs, terms: ObjectiveTerms) -> None:
-        with torch.no_grad():
-            difference_P = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T)
-            ratio_P = difference_P.exp()
-            mismatch_P = torch.expm1(difference_P) - difference_P
-            marks = (terms.clipped_T.float(), terms.left_out_T.float())
-            columns = (terms.entropy_T, terms.kl_T, ratio_P, mismatch_P, *marks)
-            self._sums += torch.stack([terms.objective, *(column.sum() for column in columns)])
-            self._bounds = self._bounds.maximum(torch.stack([-ratio_P.min(), ratio_P.max()]))
-
-    def metrics(self, batch: TrainBatch, ranks: Ranks) -> LossMetrics:
-        """Return the figures of the whole batch, of which each rank has added up its share."""
-        sequences, tokens = len(batch.lengths_B), batch.token_count
-        if not tokens:
-            return _no_loss(sequences)
-        loss, *sums = ranks.sum(self._sums).tolist()
-        entropy, kl, ratio, mismatch, clipped, left_out = (total / tokens for total in sums)
-        negative_ratio_min, ratio_max = ranks.maximum(self._bounds).tolist()
-        return LossMetrics(
-            loss=loss,
-            entropy=entropy,
-            reference_kl=kl,
-            ratio_mean=ratio,
-            ratio_min=-negative_ratio_min,
-            ratio_max=ratio_max,
-            mismatch_kl=mismatch,
-            clip_fraction=clipped,
-            left_out_fraction=left_out,
-            token_count=tokens,
-            sequence_count=sequences,
-        )
+    def update(self) -> OptimizerMetrics:
+        return OptimizerMetrics(step=self.step + 1, lr=0.0, grad_norm=0.0)
 
 
 def _check_reference(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
@@ -325,7 +265,3 @@ def _random_setters(device: torch.device) -> dict[str, Callable[[Tensor], None]]
     if device.type == "cuda":
         setters[_CUDA_RNG] = lambda state: torch.cuda.set_rng_state(state, device)
     return setters
-
-
-def _no_loss(sequence_count: int) -> LossMetrics:
-    return LossMetrics(0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0, sequence_count)

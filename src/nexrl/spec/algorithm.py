@@ -124,6 +124,14 @@ class AlgorithmSpec(VariantSection):
         description="Whether samples that are compared with each other take part in forward and backward passes if "
         "their rewards are all equal.",
     )
+    mini_batches: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1,
+        description="Parts of a batch, each with an update of its own (PPO). A part has whole trajectories, in their "
+        "order, and its own denominator.",
+    )
+    epochs: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="Times that a batch is trained, one after the other, before the next (PPO)."
+    )
     learning_rate: float = Field(default=1e-6, gt=0, le=1, description="Highest learning rate of AdamW.")
     warmup_steps: CountOrZero = Field(
         default=0, description="Steps over which the learning rate rises linearly from 0."

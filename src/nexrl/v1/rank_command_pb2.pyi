@@ -40,7 +40,7 @@ class RankCommand(google.protobuf.message.Message):
         """Add the gradient of this rank's share of `tensors` to the accumulated gradient."""
         VERB_CLEAR_GRADIENTS: RankCommand._Verb.ValueType  # 3
         """Drop the accumulated gradient."""
-        VERB_OPTIMIZER_STEP: RankCommand._Verb.ValueType  # 4
+        VERB_UPDATE: RankCommand._Verb.ValueType  # 4
         """Update this rank's shards with the accumulated gradient, and clear it."""
         VERB_GATHER_WEIGHTS: RankCommand._Verb.ValueType  # 5
         """Take part in gathering the weights that rank 0 publishes."""
@@ -48,6 +48,8 @@ class RankCommand(google.protobuf.message.Message):
         """Take part in gathering the weights and the optimizer state of a checkpoint that rank 0 writes."""
         VERB_RESTORE: RankCommand._Verb.ValueType  # 7
         """Load this rank's shards from `checkpoint`."""
+        VERB_END_STEP: RankCommand._Verb.ValueType  # 8
+        """Count the step, whose updates are made."""
 
     class Verb(_Verb, metaclass=_VerbEnumTypeWrapper):
         """The call that all ranks make."""
@@ -60,7 +62,7 @@ class RankCommand(google.protobuf.message.Message):
     """Add the gradient of this rank's share of `tensors` to the accumulated gradient."""
     VERB_CLEAR_GRADIENTS: RankCommand.Verb.ValueType  # 3
     """Drop the accumulated gradient."""
-    VERB_OPTIMIZER_STEP: RankCommand.Verb.ValueType  # 4
+    VERB_UPDATE: RankCommand.Verb.ValueType  # 4
     """Update this rank's shards with the accumulated gradient, and clear it."""
     VERB_GATHER_WEIGHTS: RankCommand.Verb.ValueType  # 5
     """Take part in gathering the weights that rank 0 publishes."""
@@ -68,6 +70,8 @@ class RankCommand(google.protobuf.message.Message):
     """Take part in gathering the weights and the optimizer state of a checkpoint that rank 0 writes."""
     VERB_RESTORE: RankCommand.Verb.ValueType  # 7
     """Load this rank's shards from `checkpoint`."""
+    VERB_END_STEP: RankCommand.Verb.ValueType  # 8
+    """Count the step, whose updates are made."""
 
     @typing.final
     class TensorsEntry(google.protobuf.message.Message):

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from nexrl.errors import InvalidArgumentError
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer.batching import token_weights
-from tests.support.batches import select
 
 # Two sequences: prompt 5 6, completion 7 8; prompt 9, completion 10. The first ends with a token that is not trained.
 SEQUENCES = [
@@ -42,13 +41,13 @@ def test_constant_weights_are_equal_whatever_the_lengths() -> None:
 def test_weights_of_the_parts_of_a_step_are_those_of_the_step(aggregation: str) -> None:
     whole_N = token_weights(BATCH, aggregation, constant_tokens=8)
     denominator = {"token": 3, "sequence": 2, "constant": 2}[aggregation]
-    parts = [select(BATCH, np.array(rows)) for rows in ([True, False], [False, True])]
+    parts = [BATCH.select(np.array(rows)) for rows in ([True, False], [False, True])]
     parts_N = [token_weights(part, aggregation, denominator, constant_tokens=8) for part in parts]
     np.testing.assert_array_equal(np.concatenate(parts_N), whole_N)
 
 
 def test_a_sequence_that_is_not_selected_leaves_the_denominator() -> None:
-    kept = select(BATCH, np.array([False, True]))
+    kept = BATCH.select(np.array([False, True]))
     assert token_weights(kept, "token").tolist() == [0, 1]
 
 
@@ -87,7 +86,7 @@ def test_advantages_and_columns_are_per_token_or_per_sequence() -> None:
     }
     at_tokens = batch.columns_of(np.array([2, 6]))
     assert {name: column.tolist() for name, column in at_tokens.items()} == {"turn": [1, 1], "level": [3, 4]}
-    kept = select(batch, np.array([False, True]))
+    kept = batch.select(np.array([False, True]))
     assert {name: column.tolist() for name, column in kept.columns.items()} == {"turn": [0, 1], "level": [4]}
 
 

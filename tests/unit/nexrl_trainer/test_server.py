@@ -18,7 +18,8 @@ from nexrl_trainer import build, server
 from nexrl_trainer.build import build_learner, reference_logprobs
 from nexrl_trainer.forward import ForwardPass
 from nexrl_trainer.server import run_checkpoints
-from nexrl_trainer.step import Learner, LossMetrics, MockLearner, _LossTotals
+from nexrl_trainer.step import Learner, MockLearner
+from nexrl_trainer.step_metrics import LossMetrics, LossTotals
 from tests.support.eventually import eventually
 from tests.support.families import FAMILIES_BY_TYPE
 from tests.support.services import running_service, small_experiment
@@ -121,7 +122,7 @@ def test_policy_reference_model_batches_and_optimizer_are_on_the_device_of_the_e
         [TrainSequence([4, own, 5], [False, True, True], [0.0, -1.0, -1.0], 1.0, [0.0, -1.0, -1.0]) for own in (4, 5)]
     )
     learner = build_learner(experiment)
-    monkeypatch.setattr(_LossTotals, "metrics", lambda *_, **__: LossMetrics(0, 0, 0, 1, 1, 1, 0, 0, 0, 4, 2))
+    monkeypatch.setattr(LossTotals, "metrics", lambda *_, **__: LossMetrics(0, 0, 0, 1, 1, 1, 0, 0, 0, 4, 2))
     learner.forward_backward(batch)
     masters = [tensor for name, tensor in learner.optimizer.tensors().items() if name.startswith("master.")]
     assert len(masters) == len(list(learner.model.parameters()))

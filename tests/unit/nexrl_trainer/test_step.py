@@ -14,7 +14,7 @@ from nexrl.models import iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer.step import Learner
-from tests.support.batches import select
+from nexrl_trainer.step_metrics import LossMetrics
 from tests.support.families import plain_logprobs
 
 BuildLearner = Callable[..., Learner]
@@ -62,7 +62,7 @@ def test_parts_of_a_step_with_its_denominator_accumulate_to_the_step(
     whole.forward_backward(batch)
     first = np.arange(len(batch.lengths_B)) < 2
     for rows in (first, ~first):
-        parts.forward_backward(select(batch, rows), denominator=batch.token_count)
+        parts.forward_backward(batch.select(rows), denominator=batch.token_count)
     torch.testing.assert_close(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
 
 
@@ -92,11 +92,81 @@ def test_a_batch_with_nothing_to_train_counts_as_a_step_and_has_no_means(
 ) -> None:
     learner, batch = build_learner(), build_batch(seed=0)
     before = weights(learner)
-    figures = learner.train(select(batch, np.zeros(len(batch.lengths_B), np.bool_))).figures()
+    figures = learner.train(batch.select(np.zeros(len(batch.lengths_B), np.bool_))).figures()
     assert (figures["step"], figures["loss"], figures["token_count"]) == (1, 0, 0)
     assert not {"entropy", "ratio_mean", "mismatch_kl", "clip_fraction"} & figures.keys()
     assert learner.train(batch).figures()["entropy"] > 0
     assert before.keys() == weights(learner).keys()
+
+
+def test_each_mini_batch_of_each_epoch_is_an_update_and_all_are_one_step(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    batch, first_B = build_batch(seed=6), np.arange(6) < 3
+    learner, by_hand = build_learner(mini_batches=2, epochs=2), build_learner()
+    metrics = learner.train(batch)
+    losses = []
+    for part in [batch.select(first_B), batch.select(~first_B)] * 2:
+        losses.append(by_hand.forward_backward(part))
+        lr = by_hand.update().lr
+    assert all(torch.equal(tensor, weights(by_hand)[name]) for name, tensor in weights(learner).items())
+    assert (metrics.updates, metrics.skipped_updates, metrics.step, learner.step, metrics.lr) == (4, 0, 1, 1, lr)
+    assert (metrics.token_count, metrics.sequence_count) == (batch.token_count, 6)
+    assert metrics.ratio_max == max(loss.ratio_max for loss in losses)
+    tokens = [loss.token_count for loss in losses]
+    assert metrics.entropy == pytest.approx(np.average([loss.entropy for loss in losses], weights=tokens))
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    batch, first_B = build_batch(seed=6), np.arange(6) < 3
+    advantages_N = batch.advantages_N.copy()
+    advantages_N[np.repeat(~first_B, batch.lengths_B)] = np.inf
+    learner, without = build_learner(mini_batches=2), build_learner()
+    metrics = learner.train(replace(batch, advantages_N=advantages_N))
+    without.train(batch.select(first_B))
+    assert (metrics.updates, metrics.skipped_updates, learner.step) == (1, 1, 1)
+    assert all(torch.equal(tensor, weights(without)[name]) for name, tensor in weights(learner).items())
+
+
+def test_a_step_without_a_finite_update_fails_and_changes_nothing(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    learner, batch = build_learner(mini_batches=2, epochs=2), build_batch(seed=6)
+    before = weights(learner)
+    with pytest.raises(TrainingFailedError):
+        learner.train(replace(batch, advantages_N=np.full_like(batch.advantages_N, np.inf)))
+    assert learner.is_between_steps
+    assert learner.step == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+
+
+def test_weights_with_some_updates_of_a_step_are_not_between_steps(
+    build_learner: BuildLearner, build_batch: BuildBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, made = build_learner(mini_batches=2), []
+
+    def raises_in_the_second(part: TrainBatch) -> LossMetrics:
+        made.append(part)
+        if len(made) == 2:
+            raise TrainingFailedError("the user's loss raised") from ValueError("mine")
+        return Learner.forward_backward(learner, part)
+
+    monkeypatch.setattr(learner, "forward_backward", raises_in_the_second)
+    with pytest.raises(TrainingFailedError, match="the user's loss"):
+        learner.train(build_batch(seed=6))
+    assert not learner.is_between_steps
+
+
+@pytest.mark.parametrize(("sequences", "count", "sizes"), [(6, 4, [2, 1, 2, 1]), (6, 3, [2, 2, 2]), (2, 5, [1, 1])])
+def test_parts_of_a_batch_are_all_its_sequences_in_their_order(
+    build_batch: BuildBatch, sequences: int, count: int, sizes: list[int]
+) -> None:
+    batch = build_batch(seed=7, sequences=sequences)
+    parts = batch.parts(count)
+    assert [len(part.lengths_B) for part in parts] == sizes
+    np.testing.assert_array_equal(np.concatenate([part.token_ids_N for part in parts]), batch.token_ids_N)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
