@@ -48,6 +48,8 @@ class RankCommand(google.protobuf.message.Message):
         """Take part in gathering the weights and the optimizer state of a checkpoint that rank 0 writes."""
         VERB_RESTORE: RankCommand._Verb.ValueType  # 7
         """Load this rank's shards from `checkpoint`."""
+        VERB_FORWARD_REFERENCE: RankCommand._Verb.ValueType  # 8
+        """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
 
     class Verb(_Verb, metaclass=_VerbEnumTypeWrapper):
         """The call that all ranks make."""
@@ -68,6 +70,8 @@ class RankCommand(google.protobuf.message.Message):
     """Take part in gathering the weights and the optimizer state of a checkpoint that rank 0 writes."""
     VERB_RESTORE: RankCommand.Verb.ValueType  # 7
     """Load this rank's shards from `checkpoint`."""
+    VERB_FORWARD_REFERENCE: RankCommand.Verb.ValueType  # 8
+    """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
 
     @typing.final
     class TensorsEntry(google.protobuf.message.Message):
