@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) of a frozen base: layers, names and shapes, files, merging.
 
 The trainer trains W + scale * B @ A for the weight W [out, in] of each adapted layer. An adapter's tensors are
-`<layer>.lora_A.weight` [rank, in] and `<layer>.lora_B.weight` [out, rank], in float32: the names of PEFT's files without
-their prefix. Only the trainer needs PEFT.
+`<layer>.lora_A.weight` [rank, in] and `<layer>.lora_B.weight` [out, rank], in float32. These are the names of PEFT's
+files without their prefix. Only the trainer needs PEFT.
 """
 
 import json

@@ -84,9 +84,10 @@ class AdapterSettings:
 
 
 class Adapter(TrainedWeights):
-    """A LoRA adapter is trained, in float32, and the base is frozen. The files are those of PEFT, and `base_model.json`.
+    """A LoRA adapter is trained, in float32, and the base is frozen.
 
-    PEFT replaces the adapted layers in the model, so that the model stays one of transformers.
+    The files are those of PEFT, and one that says what the base is (`nexrl.adapters.BASE_FILE`). PEFT replaces the
+    adapted layers in the model, so that the model stays one of transformers.
     """
 
     def __init__(self, model: PreTrainedModel, settings: AdapterSettings) -> None:
