@@ -65,6 +65,7 @@ def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward
 
     @cache
     def reference() -> ForwardPass:
+        assert spec.model.lora is None, "the learner of an adapter has the base: a second one would only take memory"
         model = _initial_model(spec).requires_grad_(requires_grad=False)
         return ForwardPass(model, _forward_settings(spec), shares_prompts=shares_prompts)
 

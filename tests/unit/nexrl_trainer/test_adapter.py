@@ -57,8 +57,9 @@ def logits(model: nn.Module) -> Tensor:
     return found
 
 
-def test_only_the_adapter_changes(build_batch: BuildBatch) -> None:
-    learner = lora_learner()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_adapter_changes(build_batch: BuildBatch, dtype: DataType) -> None:
+    learner = lora_learner(adapter_model(dtype=dtype))
     before = {name: tensor.clone() for name, tensor in learner.model.named_parameters()}
     for step in range(3):
         assert learner.train(build_batch(step)).grad_norm > 0
