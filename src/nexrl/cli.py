@@ -178,6 +178,17 @@ def get_results(
         asyncio.run(commands.get_results(commands.Target(run, namespace), chosen, everything=everything))
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, for example runs/NAME/checkpoints/global_step_40.")],
+    folder: Annotated[Path, typer.Argument(metavar="DEST", help="New folder for the model.")],
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder. An adapter (model.lora) is merged into its base."""
+    from nexrl.export import export as export_checkpoint
+
+    export_checkpoint(checkpoint, folder)
+
+
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, running or ended, for example runs/sort-digits.")]
 
 

@@ -19,6 +19,7 @@ EXAMPLES = [
     "examples/sort-digits.yaml",
     "examples/sort-digits/experiment.yaml",
     "examples/smollm2-arithmetic.yaml",
+    "examples/lora-sums/experiment.yaml",
     "tests/e2e/copy-digits.yaml",
     "tests/chaos/copy-digits.yaml",
     "tests/vllm/copy-digits.yaml",

@@ -78,6 +78,19 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_on_four_and_bit_for_bit_on_t
         assert_close(done(tmp_path, size, rest), Done(alone.figures[3:], alone.weights, []))
 
 
+def test_an_adapter_of_two_ranks_continues_on_one_and_bit_for_bit_on_two(tmp_path: Path) -> None:
+    case = RankCase(STEPS[:4], {"loss": "ppo_clip"}, is_lora=True)
+    whole, alone = done(tmp_path, 2, Work(case)), done(tmp_path, 1, Work(case))
+    assert_close(whole, alone)
+    assert whole.base_digest == alone.base_digest != ""
+    references, expected = (np.frombuffer(each.references, np.float32) for each in (whole, alone))
+    np.testing.assert_allclose(references, expected, rtol=0, atol=FIGURE_TOLERANCE)
+    done(tmp_path, 2, Work(RankCase(STEPS[:2], case.algorithm, is_lora=True), save_in=tmp_path))
+    rest = Work(case, first=2, begin=tmp_path / "global_step_2")
+    assert done(tmp_path, 2, rest) == whole._replace(figures=whole.figures[2:])
+    assert_close(done(tmp_path, 1, rest), alone._replace(figures=alone.figures[2:]))
+
+
 def test_a_checkpoint_of_a_16_bit_model_continues_bit_for_bit_on_two_ranks(tmp_path: Path) -> None:
     case = RankCase(STEPS[:4], {"loss": "reinforce"}, data_type="bfloat16")
     whole = done(tmp_path, 2, Work(case))

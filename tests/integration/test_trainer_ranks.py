@@ -97,6 +97,28 @@ def test_mini_batches_and_epochs_do_not_depend_on_the_number_of_ranks(ranks: Ran
     assert_as_on_one_rank(train(case), by_rank)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_an_adapter_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:
+    algorithm = {"loss": loss, "entropy_coefficient": 0.05, "kl_coefficient": 0.1}
+    case = RankCase(STEPS, algorithm, is_lora=True)
+    alone, (by_rank,) = train(case), ranks.train(size, [case])
+    assert_as_on_one_rank(alone, by_rank)
+    for trained in by_rank:
+        for logprobs_N, expected_N in zip(trained.references, alone.references, strict=True):
+            np.testing.assert_allclose(logprobs_N, expected_N, rtol=0, atol=LOGPROB_TOLERANCE)
+    assert np.abs(alone.references[-1] - alone.logprobs[-1]).max() > 100 * LOGPROB_TOLERANCE
+
+
+def test_an_adapter_of_a_16_bit_model_trains_on_several_ranks(ranks: RankProcesses) -> None:
+    case = RankCase([9, 3, 0, 8], {"loss": "ppo_clip"}, data_type="bfloat16", is_lora=True)
+    alone, (by_rank,) = train(case), ranks.train(2, [case])
+    for trained in by_rank:
+        assert trained.metrics == by_rank[0].metrics
+        for name, weight in alone.weights.items():
+            np.testing.assert_allclose(trained.weights[name], weight, rtol=0, atol=BFLOAT16_TOLERANCE, err_msg=name)
+
+
 def test_chunks_of_logits_change_nothing_on_several_ranks(ranks: RankProcesses) -> None:
     case = RankCase(STEPS, {"loss": "cispo", "entropy_coefficient": 0.05, "kl_coefficient": 0.1})
     (by_rank,) = ranks.train(2, [replace(case, chunk_rows=2)])

@@ -38,6 +38,9 @@ class Done(NamedTuple):
     figures: Sequence[dict[str, float]]
     weights: bytes
     errors: Sequence[str]
+    references: bytes = b""
+    """Log-probabilities of the case's first batch under the base of the adapter."""
+    base_digest: str = ""
 
 
 def main(rank: int, size: int, rendezvous_file: Path, work: Work, connection: Connection | None) -> None:
@@ -67,4 +70,6 @@ def _lead(learner: Learner, work: Work) -> Done:
         tokenizer = build_tokenizer(work.case.source)
         save_checkpoint(work.save_in, learner, tokenizer, CheckpointMetadata(step=learner.step))
     packed: Snapshot = learner.snapshot(BUCKET_BYTES)
-    return Done(figures, b"".join(buffer.numpy().tobytes() for buffer in packed.buffers), errors)
+    weights = b"".join(buffer.numpy().tobytes() for buffer in packed.buffers)
+    references = learner.forward_reference(work.case.batches()[0]).tobytes() if work.case.is_lora else b""
+    return Done(figures, weights, errors, references, packed.manifest.base_digest)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from nexrl.errors import NexrlError
 from nexrl.models import build_model, iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec
-from nexrl.spec.model import ScratchModel, ScratchModelSpec
+from nexrl.spec.model import LoraSpec, ScratchModel, ScratchModelSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import decode_train_batch, encode_train_batch
 from nexrl.v1 import trainer_service_pb2 as pb
@@ -27,6 +27,7 @@ from nexrl_trainer import token_scores
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.ranks import ONE_RANK, Ranks, join_ranks
 from nexrl_trainer.step import Learner, LearnerSettings
+from nexrl_trainer.trained_weights import AdapterSettings
 
 PATIENCE_SECONDS = 60.0
 _SCRATCH = ScratchModelSpec(
@@ -48,11 +49,14 @@ class RankCase:
     max_tokens: int = 40
     chunk_rows: int = 0
     """Tokens whose logits are in memory together; 0 = the trainer's own limit."""
+    is_lora: bool = False
+    """Whether an adapter is trained."""
 
     @property
     def source(self) -> ScratchModel:
         """The model."""
-        return ScratchModel(scratch=_SCRATCH, dtype=self.data_type)
+        lora = LoraSpec(rank=2, alpha=4.0) if self.is_lora else None
+        return ScratchModel(scratch=_SCRATCH, dtype=self.data_type, lora=lora)
 
     def learner(self, ranks: Ranks, kind: type[Learner] = Learner) -> Learner:
         """Return the learner of one rank."""
@@ -62,7 +66,9 @@ class RankCase:
             {"learning_rate": 1e-2, "warmup_steps": 1, "eps": 1e-4, **self.algorithm}
         )
         model = build_model(self.source, seed=0)
-        return kind(model, LearnerSettings(algorithm, 20, ForwardSettings(0.8, self.max_tokens), self.folder), ranks)
+        forward = ForwardSettings(0.8, self.max_tokens)
+        adapter = AdapterSettings(self.source, seed=0) if self.is_lora else None
+        return kind(model, LearnerSettings(algorithm, 20, forward, self.folder, adapter=adapter), ranks)
 
     def batches(self) -> list[TrainBatch]:
         """Return the batch of each step."""
@@ -75,6 +81,8 @@ class Trained:
 
     metrics: list[dict[str, float]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    references: list[NDArray[np.float32]] = field(default_factory=list)
+    """Log-probabilities of each step under the base of the adapter."""
     passes: list[int] = field(default_factory=list)
     """Forward passes of each step."""
     weights: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -103,6 +111,8 @@ def train(case: RankCase, ranks: Ranks = ONE_RANK) -> Trained:
     for batch in (_shared(batch, ranks) for batch in own):
         trained.passes.append(len(learner.forward_pass.micro_batches(batch)))
         trained.logprobs.append(learner.forward(batch))
+        if case.is_lora:
+            trained.references.append(learner.forward_reference(batch))
         try:
             trained.metrics.append(asdict(learner.train(batch)))
         except NexrlError as error:

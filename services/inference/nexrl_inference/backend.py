@@ -19,13 +19,15 @@ class Backend:
 
     engine: Engine
     tensors: Sequence[TensorSpec]
-    """The model's tensors: a version with other tensors is refused."""
+    """The tensors of a version: one with others is refused."""
     allocate: Callable[[Manifest], Sequence[Tensor]]
     """Allocates the memory that a version is received into; `Engine.load` gets this memory."""
     application: Callable[[Replica], web.Application]
     """Builds the OpenAI-compatible HTTP API of the replica."""
     wait_started: Callable[[], Awaitable[None]]
     """Returns when the engine accepts requests. Raises UnavailableError when the process is told to stop first."""
+    base_digest: str = ""
+    """If a version is an adapter, the digest of the base that it must belong to."""
 
 
 StartBackend = Callable[[ServiceProcess], Awaitable[Backend]]

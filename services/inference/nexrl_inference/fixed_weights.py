@@ -1,13 +1,15 @@
 """Weights that never change, for a replica without weight sync."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from nexrl.adapters import adapted_layers, adapter_specs, initial_adapter, read_adapter
 from nexrl.errors import NotFoundError
-from nexrl.models import build_model, iter_weights
+from nexrl.models import build_empty_model, build_model, iter_weights
 from nexrl.run_layout import CHECKPOINT_MARKER
 from nexrl.spec.model import ModelSpec
 from nexrl.weights.manifest import Manifest
@@ -29,9 +31,25 @@ def fixed_weights(model: ModelSpec, weights: str, allocate: Callable[[Manifest],
         if not marker.is_file():
             raise NotFoundError(f"weights: {weights} is not a complete checkpoint: no {CHECKPOINT_MARKER}")
         version = int(json.loads(marker.read_text())["metadata"]["step"])
-        model = model.model_copy(update={"path": weights, "scratch": None})
-    packed = snapshot(iter_weights(build_model(model, model.seed)), policy_version=version, bucket_bytes=BUCKET_BYTES)
+    tensors = _weights(model, weights) if model.lora is None else _adapter(model, weights).items()
+    packed = snapshot(tensors, policy_version=version, bucket_bytes=BUCKET_BYTES)
     buffers = allocate(packed.manifest)
     for buffer, content in zip(buffers, packed.buffers, strict=True):
         buffer.copy_(content)
     return StagedWeights(weights, packed.manifest, buffers, packed.manifest.digest)
+
+
+def _weights(model: ModelSpec, weights: str) -> Iterable[tuple[str, Tensor]]:
+    if weights != INITIAL:
+        model = model.model_copy(update={"path": weights, "scratch": None})
+    return iter_weights(build_model(model, model.seed))
+
+
+def _adapter(model: ModelSpec, weights: str) -> Mapping[str, Tensor]:
+    """Return the adapter in a checkpoint, or the initial one. A new adapter changes nothing: its B is 0."""
+    if weights != INITIAL:
+        return read_adapter(Path(weights))
+    assert model.lora is not None
+    layers = adapted_layers(build_empty_model(model), model.lora)
+    zeros = {spec.name: torch.zeros(spec.shape) for spec in adapter_specs(layers, model.lora.rank)}
+    return initial_adapter(model.lora, layers) or zeros

@@ -12,6 +12,7 @@ from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.receiver import WeightReceiver
+from nexrl_inference.adapted_engine import with_adapter
 from nexrl_inference.backend import Backend, StartBackend
 from nexrl_inference.builtin import backend as builtin
 from nexrl_inference.fixed_weights import fixed_weights
@@ -39,6 +40,8 @@ async def start(process: ServiceProcess) -> None:
         replica_id=process.settings.instance, address=process.address, token_address=process.token_address
     )
     backend = await BACKENDS[spec.inference.backend](process)
+    if spec.model.lora is not None:
+        backend = await asyncio.to_thread(with_adapter, backend, spec.model)
     replica = await _serve(process, backend, identity)
     process.add(add_InferenceServiceServicer_to_server, InferenceServicer(replica), "nexrl.v1.InferenceService")
     weights = process.settings.weights
@@ -51,7 +54,7 @@ async def start(process: ServiceProcess) -> None:
 
 async def _serve(process: ServiceProcess, backend: Backend, identity: policy_pb2.Replica) -> Replica:
     """Build the replica and its HTTP API, and wait until the backend accepts requests."""
-    receiver = WeightReceiver(backend.tensors, backend.allocate)
+    receiver = WeightReceiver(backend.tensors, backend.allocate, backend.base_digest)
     process.on_close(lambda: asyncio.to_thread(receiver.close))
     replica = Replica(backend.engine, receiver, identity, PublishedVersions.of(process.experiment))
     identity.http_url = await serve_http(process, backend.application(replica))

@@ -18,6 +18,7 @@ from nexrl_trainer.layers import LayerSettings
 from nexrl_trainer.processor import Forward
 from nexrl_trainer.ranks import ONE_RANK, Ranks
 from nexrl_trainer.step import Learner, LearnerSettings, MockLearner
+from nexrl_trainer.trained_weights import AdapterSettings
 
 _DEVICE = "trainer.device"
 
@@ -48,12 +49,15 @@ def build_learner(
     """Build the model with its initial weights, and its optimizer. A loss of the user is looked up in `folder`."""
     kind = MockLearner if spec.trainer.backend == "mock" else kind
     layers = LayerSettings(spec.trainer.activation_checkpointing, spec.trainer.compile)
-    settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder, layers)
+    adapter = AdapterSettings(spec.model, spec.trainer.seed) if spec.model.lora else None
+    settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder, layers, adapter)
     return kind(_initial_model(spec, ranks.rank), settings, ranks)
 
 
 def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward:
-    """Return a function for log-probabilities under the initial weights.
+    """Return a function for log-probabilities under the initial weights, in a model of their own.
+
+    An adapter needs none: its learner has the base (`Learner.forward_reference`).
 
     Its first call builds the model, because most losses never need it. `shares_prompts` is what the checks of the
     learner's model have found: the architecture is the same, so they are not repeated.
@@ -61,6 +65,7 @@ def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward
 
     @cache
     def reference() -> ForwardPass:
+        assert spec.model.lora is None, "the learner of an adapter has the base: a second one would only take memory"
         model = _initial_model(spec).requires_grad_(requires_grad=False)
         return ForwardPass(model, _forward_settings(spec), shares_prompts=shares_prompts)
 

@@ -1,7 +1,8 @@
 """Checkpoints: everything needed to continue a run bit for bit. A checkpoint is complete or does not exist.
 
     <folder>/global_step_<n>/         the weights after n updates
-        config.json model.safetensors tokenizer.json ...   what `AutoModelForCausalLM.from_pretrained` opens
+        config.json model.safetensors tokenizer.json ...   what `AutoModelForCausalLM.from_pretrained` opens; of an
+                                      adapter, what PEFT opens (`trained_weights.py`)
         training_state.safetensors    optimizer state and random-number state
         checkpoint.json               the commit marker, written last: metadata, SHA-256 of the other files
     <folder>/global_step_<n>.ahead-of-ledger/   never loaded again: Redis lost the batches of its last steps
@@ -23,7 +24,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nexrl.checkpoint_files import FORMAT, check_files, read_marker, sha256
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError
@@ -74,8 +75,7 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
     partial.mkdir(parents=True)
     state = learner.state()
-    # One file, so that there is one to read back.
-    learner.model.save_pretrained(partial, state_dict=dict(state.weights), max_shard_size="1TB")
+    learner.trained.save(state.weights, partial)
     tokenizer.save_pretrained(partial)
     save_file(dict(state.training), partial / _STATE)
     _commit(partial, metadata)
@@ -98,8 +98,8 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
     """
     metadata = read_metadata(path)
     check_files(path)
-    weights = _load_weights(path)
-    _check_weights(path, weights, learner.model)
+    weights = learner.trained.load(path)
+    _check_weights(path, weights, learner.trained.tensors())
     learner.restore(LearnerState(weights, load_file(path / _STATE)), metadata.step, path)
     return metadata
 
@@ -167,15 +167,8 @@ def _commit(partial: Path, metadata: CheckpointMetadata) -> None:
     fsync_path(partial)
 
 
-def _load_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights by the model's own names. The file has other names and shapes for some of them."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
-    model, report = loaded
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in report["missing_keys"]}
-
-
-def _check_weights(path: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-    wanted = {name: _kind(tensor) for name, tensor in model.state_dict().items()}
+def _check_weights(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    wanted = {name: _kind(tensor) for name, tensor in own.items()}
     found = {name: _kind(tensor) for name, tensor in weights.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
-from nexrl.models import iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch, encode_train_batch
@@ -36,6 +35,13 @@ class Leader(Learner):
         self.forward_pass.check_batch(batch)
         with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_FORWARD, tensors=encode_train_batch(batch))):
             return super().forward(batch)
+
+    def forward_reference(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """As on a single rank."""
+        self.forward_pass.check_batch(batch)
+        verb = pb.RankCommand.VERB_FORWARD_REFERENCE
+        with self._together(pb.RankCommand(verb=verb, tensors=encode_train_batch(batch))):
+            return super().forward_reference(batch)
 
     def forward_backward(
         self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
@@ -68,7 +74,7 @@ class Leader(Learner):
         with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_GATHER_WEIGHTS, bucket_bytes=bucket_bytes)):
             gathered = _gather_weights(self, bucket_bytes)
             assert gathered is not None
-            return gathered
+            return gathered.of_base(self.trained.base_digest)
 
     def state(self) -> LearnerState:
         """As on a single rank."""
@@ -114,6 +120,8 @@ def _call(learner: Learner, command: pb.RankCommand) -> None:
     match command.verb:
         case pb.RankCommand.VERB_FORWARD:
             learner.forward(decode_train_batch(command.tensors))
+        case pb.RankCommand.VERB_FORWARD_REFERENCE:
+            learner.forward_reference(decode_train_batch(command.tensors))
         case pb.RankCommand.VERB_FORWARD_BACKWARD:
             learner.forward_backward(decode_train_batch(command.tensors))
         case pb.RankCommand.VERB_CLEAR_GRADIENTS:
@@ -134,7 +142,7 @@ def _call(learner: Learner, command: pb.RankCommand) -> None:
 
 def _gather_weights(learner: Learner, bucket_bytes: int) -> Snapshot | None:
     return gathered_snapshot(
-        iter_weights(learner.model),
+        learner.trained.published(),
         policy_version=learner.step,
         bucket_bytes=bucket_bytes,
         is_sender=learner.ranks.rank == 0,

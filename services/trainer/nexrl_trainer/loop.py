@@ -142,6 +142,11 @@ class TrainWorker:
         async with self.weights_lock:
             return await self.in_torch_thread(lambda: self.learner.forward(batch))
 
+    async def forward_reference(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """Log-probabilities of the trained tokens under the base of the adapter. Waits for a running step."""
+        async with self.weights_lock:
+            return await self.in_torch_thread(lambda: self.learner.forward_reference(batch))
+
     async def publish(self) -> None:
         """Make the current weights the committed policy version, unless a later one has been committed already.
 

@@ -1,7 +1,7 @@
 """AdamW on float32 master weights, and its learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ class MasterOptimizer:
     def __init__(self, model: PreTrainedModel, algorithm: AlgorithmSpec) -> None:
         self._model = model
         self._algorithm = algorithm
-        self._masters = {name: _master(parameter) for name, parameter in model.named_parameters()}
-        for name, parameter in model.named_parameters():
+        self._masters = {name: _master(parameter) for name, parameter in self._parameters()}
+        for name, parameter in self._parameters():
             if self._masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_gradient_mover(self._masters[name]))
         beta1, beta2 = algorithm.betas
@@ -76,7 +76,7 @@ class MasterOptimizer:
         self._adamw.step()
         self.clear_gradients()
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self._parameters():
                 if self._masters[name] is not parameter:
                     parameter.copy_(self._masters[name])
 
@@ -86,7 +86,7 @@ class MasterOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state by `<quantity>.<parameter name>`; it has no moments before the first update."""
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(self._parameters())
         tensors = {f"master.{name}": m.detach() for name, m in self._masters.items() if m is not parameters[name]}
         for name, master in self._masters.items():
             tensors |= {f"{quantity}.{name}": tensor for quantity, tensor in self._adamw.state[master].items()}
@@ -99,7 +99,7 @@ class MasterOptimizer:
         """
         self.clear_gradients()
         self._adamw.state.clear()
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters():
             master = self._masters[name]
             if master is not parameter:
                 saved_master = tensors.get(f"master.{name}")
@@ -108,6 +108,10 @@ class MasterOptimizer:
                 saved = {moment: shard_of(tensors[f"{moment}.{name}"], master) for moment in _MOMENTS}
                 saved["step"] = tensors[f"step.{name}"]
                 self._adamw.state[master] = {key: tensor.clone().to(master.device) for key, tensor in saved.items()}
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is trained: the rest of a model with an adapter is frozen."""
+        yield from ((name, each) for name, each in self._model.named_parameters() if each.requires_grad)
 
     def _groups(self) -> list[dict[str, object]]:
         if self._algorithm.decay_norms_and_biases:

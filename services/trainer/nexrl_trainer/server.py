@@ -116,8 +116,12 @@ def _algorithm_processor(process: ServiceProcess, worker: TrainWorker, client: B
         """Called in the thread of `fit`; the learner has a thread of its own."""
         return asyncio.run_coroutine_threadsafe(worker.forward(batch), loop).result()
 
-    forward_pass = worker.learner.forward_pass
-    reference = reference_logprobs(experiment.spec, shares_prompts=forward_pass.shares_prompts)
+    def base(batch: TrainBatch) -> NDArray[np.float32]:
+        return asyncio.run_coroutine_threadsafe(worker.forward_reference(batch), loop).result()
+
+    shares_prompts = worker.learner.forward_pass.shares_prompts
+    of_model = reference_logprobs(experiment.spec, shares_prompts=shares_prompts)
+    reference = base if worker.learner.adapter else of_model
     processor = build_processor(experiment.spec.algorithm, experiment.folder, policy, reference)
     trajectories = process.settings.run_dir / TRAJECTORIES_FOLDER
     trajectories.mkdir(exist_ok=True)

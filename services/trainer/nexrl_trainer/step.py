@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
-from nexrl.models import iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation
 from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
@@ -31,6 +30,7 @@ from nexrl_trainer.objective import Objective
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
 from nexrl_trainer.ranks import ONE_RANK, Ranks, shard_of
 from nexrl_trainer.step_metrics import LossMetrics, LossTotals, OptimizerMetrics, StepMetrics, no_loss, step_metrics
+from nexrl_trainer.trained_weights import Adapter, AdapterSettings, TrainedWeights, WholeModel
 
 _RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 
@@ -39,7 +39,8 @@ _RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 class LearnerSettings:
     """What a learner needs to know besides the model.
 
-    The learning rate ends its fall at update `total_steps`. A loss of the user is looked up in `folder`.
+    The learning rate ends its fall at update `total_steps`. A loss of the user is looked up in `folder`. With
+    `adapter`, an adapter is trained instead of the weights.
     """
 
     algorithm: AlgorithmSpec
@@ -47,11 +48,12 @@ class LearnerSettings:
     forward: ForwardSettings = field(default_factory=ForwardSettings)
     folder: Path = Path()
     layers: LayerSettings = field(default_factory=LayerSettings)
+    adapter: AdapterSettings | None = None
 
 
 @dataclass(frozen=True)
 class LearnerState:
-    """Everything needed to continue bit for bit: `weights` by the model's own names, and optimizer and random state."""
+    """Everything needed to continue bit for bit: the trained `weights` by name, and optimizer and random state."""
 
     weights: Mapping[str, Tensor]
     training: Mapping[str, Tensor]
@@ -60,7 +62,7 @@ class LearnerState:
 class Learner:
     """Trains a model. `step` is the number of updates done, which is the version of the policy that it holds.
 
-    `forward_pass` and `optimizer` work on the same model.
+    `forward_pass`, `trained` and `optimizer` work on the same model.
 
     Of several `ranks`, each has a learner, built of the same model, and calls the same methods with the same batches.
     They return the same on all ranks, and what they would return on a single rank, up to rounding. If a method raises
@@ -76,6 +78,8 @@ class Learner:
         """False while only some of a step's updates are made. Such weights are no version of the policy."""
         self.ranks = ranks
         self.forward_pass = ForwardPass(model, settings.forward, ranks=ranks)
+        self.adapter = Adapter(model, settings.adapter) if settings.adapter else None
+        self.trained: TrainedWeights = self.adapter or WholeModel(model)
         set_up_layers(model, settings.layers)
         ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
@@ -107,6 +111,12 @@ class Learner:
     def forward(self, batch: TrainBatch) -> NDArray[np.float32]:
         """Return the log-probabilities of the trained tokens under the current weights, 0 elsewhere. Shape [N]."""
         return self.forward_pass.logprobs(batch)
+
+    def forward_reference(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """Return the log-probabilities under the base of the adapter, 0 where no token is trained. Shape [N]."""
+        assert self.adapter is not None
+        with self.adapter.off():
+            return self.forward_pass.logprobs(batch)
 
     def forward_backward(
         self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
@@ -165,14 +175,15 @@ class Learner:
         _check_reference(batch, self.settings.algorithm)
 
     def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None) -> Snapshot:
-        """Return a packed copy of the weights (`nexrl.weights.packing.snapshot`)."""
-        return snapshot(
-            iter_weights(self.model), policy_version=self.step, bucket_bytes=bucket_bytes, replaced=replaced
+        """Return a packed copy of the trained weights (`nexrl.weights.packing.snapshot`)."""
+        packed = snapshot(
+            self.trained.published(), policy_version=self.step, bucket_bytes=bucket_bytes, replaced=replaced
         )
+        return packed.of_base(self.trained.base_digest)
 
     def state(self) -> LearnerState:
         """Return the state that a checkpoint contains. Of several ranks, rank 0 gets it, and the others take part."""
-        tensors = self.model.state_dict(keep_vars=True)
+        tensors = self.trained.tensors()
         # A tied weight has several names. It is gathered once, and stays one tensor.
         whole = self.ranks.gather({id(tensor): tensor.detach() for tensor in tensors.values()})
         randoms = {
@@ -189,8 +200,10 @@ class Learner:
 
         Each rank has the whole state, and takes its shards.
         """
-        own = self.model.state_dict()
-        self.model.load_state_dict({name: shard_of(tensor, own[name]) for name, tensor in state.weights.items()})
+        own = self.trained.tensors()
+        with torch.no_grad():
+            for name, tensor in state.weights.items():
+                own[name].copy_(shard_of(tensor, own[name]))
         for name, set_state in _random_setters(self.model.device).items():
             # A rank that the checkpoint does not know continues as rank 0.
             found = state.training.get(_name_at(name, self.ranks.rank), state.training.get(name))

@@ -116,6 +116,18 @@ def _drop(section: Any, path: Sequence[str | int]) -> None:
 
 
 def _missing_model(model: ModelSpec) -> list[Violation]:
+    return _missing_base(model) + _missing_adapter(model)
+
+
+def _missing_adapter(model: ModelSpec) -> list[Violation]:
+    folder = model.lora.initial_adapter if model.lora is not None else None
+    if folder is None or (Path(folder) / "adapter_config.json").is_file():
+        return []
+    described = f"{folder} is no adapter in PEFT's format: it has no adapter_config.json"
+    return [Violation("spec.model.lora.initialAdapter", described)]
+
+
+def _missing_base(model: ModelSpec) -> list[Violation]:
     if not isinstance(model, PathModel):
         return []
     key, path = "spec.model.path", model.path

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from nexrl.spec.section import Location, Section, Seed, refuse, written_out
+from nexrl.spec.section import Location, Name, Section, Seed, refuse, written_out
 from nexrl.spec.variants import VariantSection
 
 
@@ -49,6 +49,41 @@ class ScratchModelSpec(Section):
         return 4 + len(set(self.alphabet))
 
 
+ALL_LINEAR = "all-linear"
+"""In `model.lora.targetModules`: each linear layer but the head."""
+
+
+class LoraSpec(Section):
+    """Training of low-rank adapters (arXiv 2106.09685) instead of the weights: W + alpha / rank * B @ A."""
+
+    rank: int = Field(ge=1, le=1024, description="Rows of A, which are columns of B.")
+    alpha: float = Field(gt=0, le=65_536, description="Scale of the adapters, times rank.")
+    target_modules: tuple[Name, ...] = Field(
+        default=(ALL_LINEAR,),
+        min_length=1,
+        max_length=256,
+        description="Linear layers that get an adapter: each is a name, or the end of one, as q_proj. all-linear: all "
+        "of them but the head.",
+    )
+    initial_adapter: Location | None = Field(
+        default=None,
+        description="Folder of an adapter in PEFT's format, relative to this file, that training begins with; none = "
+        "adapters that change nothing.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B @ A."""
+        return self.alpha / self.rank
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_layers_or_all(cls, target_modules: tuple[str, ...]) -> tuple[str, ...]:
+        if ALL_LINEAR in target_modules and len(target_modules) > 1:
+            raise refuse(f"{ALL_LINEAR} stands alone")
+        return target_modules
+
+
 class ModelSpec(VariantSection):
     """The model to train. Give exactly one of `path` and `scratch`."""
 
@@ -60,6 +95,10 @@ class ModelSpec(VariantSection):
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of the weights in forward and backward passes."
+    )
+    lora: LoraSpec | None = Field(
+        default=None,
+        description="Adapters to train instead of the weights, which are frozen then; none = all weights are trained.",
     )
 
     if TYPE_CHECKING:  # each variant has one of path and scratch, and None for the other

@@ -57,12 +57,15 @@ class WeightManifest(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     BUCKET_BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    BASE_DIGEST_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
     """Optimizer steps in these weights; 0 for the initial weights."""
     bucket_bytes: builtins.int
     """Size of one broadcast bucket, in bytes; a tensor larger than it has a bucket of its own."""
     digest: builtins.str
     """BLAKE3, in hexadecimal, over the tensors' bytes in this order."""
+    base_digest: builtins.str
+    """If the tensors are those of an adapter: digest of the weights that it belongs to. Else empty."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """All tensors, in broadcast order."""
@@ -74,8 +77,9 @@ class WeightManifest(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[Global___TensorSpec] | None = ...,
         bucket_bytes: builtins.int = ...,
         digest: builtins.str = ...,
+        base_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bucket_bytes", b"bucket_bytes", "digest", b"digest", "policy_version", b"policy_version", "tensors", b"tensors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_digest", b"base_digest", "bucket_bytes", b"bucket_bytes", "digest", b"digest", "policy_version", b"policy_version", "tensors", b"tensors"]) -> None: ...
 
 Global___WeightManifest: typing_extensions.TypeAlias = WeightManifest
 

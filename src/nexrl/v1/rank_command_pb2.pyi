@@ -50,6 +50,8 @@ class RankCommand(google.protobuf.message.Message):
         """Load this rank's shards from `checkpoint`."""
         VERB_END_STEP: RankCommand._Verb.ValueType  # 8
         """Count the step, whose updates are made."""
+        VERB_FORWARD_REFERENCE: RankCommand._Verb.ValueType  # 9
+        """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
 
     class Verb(_Verb, metaclass=_VerbEnumTypeWrapper):
         """The call that all ranks make."""
@@ -72,6 +74,8 @@ class RankCommand(google.protobuf.message.Message):
     """Load this rank's shards from `checkpoint`."""
     VERB_END_STEP: RankCommand.Verb.ValueType  # 8
     """Count the step, whose updates are made."""
+    VERB_FORWARD_REFERENCE: RankCommand.Verb.ValueType  # 9
+    """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
 
     @typing.final
     class TensorsEntry(google.protobuf.message.Message):

@@ -39,6 +39,9 @@ class TensorSpec:
 class Manifest:
     """One policy version: its tensors in broadcast order, the size of a bucket, and the digest of the tensors' bytes.
 
+    If the tensors are those of an adapter, `base_digest` is that of the base that it belongs to
+    (`nexrl.adapters.digest_of_base`).
+
     Raises InvalidArgumentError if it could not be packed or verified.
     """
 
@@ -46,6 +49,7 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
     digest: str
+    base_digest: str = ""
 
     def __post_init__(self) -> None:
         violations = list(_violations(self))
@@ -100,6 +104,15 @@ def digest_of(chunks: Iterable[memoryview]) -> str:
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
+
+
+def refuse_other_base(manifest: Manifest, base_digest: str) -> None:
+    """Raise InvalidArgumentError if the adapter in `manifest` is for another base than the one with `base_digest`."""
+    if manifest.base_digest != base_digest:
+        raise InvalidArgumentError(
+            f"base_digest: the adapter belongs to a base with digest {manifest.base_digest or 'none'}, and this "
+            f"replica's model.path and model.lora have {base_digest or 'none'}; start both with the same model"
+        )
 
 
 def refuse_misfit(manifest: Manifest, expected: Sequence[TensorSpec]) -> None:

@@ -26,6 +26,7 @@ def manifest_to_wire(manifest: Manifest) -> pb.WeightManifest:
         ],
         bucket_bytes=manifest.bucket_bytes,
         digest=manifest.digest,
+        base_digest=manifest.base_digest,
     )
 
 
@@ -36,6 +37,7 @@ def manifest_from_wire(message: pb.WeightManifest) -> Manifest:
         tensors=tuple(_tensor_from_wire(tensor) for tensor in message.tensors),
         bucket_bytes=message.bucket_bytes,
         digest=message.digest,
+        base_digest=message.base_digest,
     )
 
 

@@ -20,6 +20,10 @@ class Snapshot:
     manifest: Manifest
     buffers: tuple[Tensor, ...]
 
+    def of_base(self, digest: str) -> "Snapshot":
+        """Return the same copy as one of an adapter for the base with this digest; "" if it is of no adapter."""
+        return Snapshot(replace(self.manifest, base_digest=digest), self.buffers)
+
 
 def snapshot(
     named_tensors: Iterable[tuple[str, Tensor]],
@@ -91,6 +95,11 @@ def unpack(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
 def digest(manifest: Manifest, buffers: Sequence[Tensor]) -> str:
     """Return the digest of the tensors in packed buckets, without padding (`digest_of`)."""
     return digest_of(chunk for _, chunk, _ in named_chunks(manifest, buffers))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the elements of a tensor on the CPU as bytes. They are copied only if they are not contiguous."""
+    return memoryview(cast(Any, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def named_chunks(manifest: Manifest, buffers: Sequence[Tensor]) -> Iterator[tuple[str, memoryview, Tensor]]:

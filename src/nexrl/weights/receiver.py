@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError
-from nexrl.weights.manifest import Manifest, TensorSpec, refuse_misfit
+from nexrl.weights.manifest import Manifest, TensorSpec, refuse_misfit, refuse_other_base
 from nexrl.weights.packing import allocate, digest, unpack
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.rendezvous import Rendezvous
@@ -42,10 +42,17 @@ class WeightReceiver:
     """Receives and stages weights of one model. It keeps at most one staged version, that of the newest sync."""
 
     def __init__(
-        self, expected: Sequence[TensorSpec], allocate: Callable[[Manifest], Sequence[Tensor]] = allocate
+        self,
+        expected: Sequence[TensorSpec],
+        allocate: Callable[[Manifest], Sequence[Tensor]] = allocate,
+        base_digest: str = "",
     ) -> None:
-        """`expected` lists the model's tensors in any order (`packing.tensor_specs`). `allocate` makes the buckets."""
+        """`expected` lists the model's tensors in any order (`packing.tensor_specs`). `allocate` makes the buckets.
+
+        `base_digest`: if they are those of an adapter, the digest of the base that it must belong to.
+        """
         self._expected = tuple(expected)
+        self._base_digest = base_digest
         self._allocate = allocate
         self._receiver = Receiver()
         self._newest_sync_id = ""
@@ -63,7 +70,7 @@ class WeightReceiver:
         """
         self._newest_sync_id, self._staged = sync_id, None
         try:
-            refuse_misfit(manifest, self._expected)
+            self._refuse_misfit(manifest)
         except InvalidArgumentError:
             self._receiver.close_group()  # a trainer that broadcasts already then sees that this member is gone
             raise
@@ -88,7 +95,7 @@ class WeightReceiver:
         manifest = await asyncio.to_thread(published.manifest, policy_version)
         if manifest.digest != digest:
             raise FailedPreconditionError(f"weights: version {policy_version} is published with other bytes")
-        refuse_misfit(manifest, self._expected)
+        self._refuse_misfit(manifest)
         buffers = self._allocate(manifest)
         await asyncio.to_thread(published.read, manifest, buffers)
         return StagedWeights("", manifest, buffers, manifest.digest)
@@ -120,3 +127,7 @@ class WeightReceiver:
     def close(self) -> None:
         """Leave the broadcast group."""
         self._receiver.close_group()
+
+    def _refuse_misfit(self, manifest: Manifest) -> None:
+        refuse_misfit(manifest, self._expected)
+        refuse_other_base(manifest, self._base_digest)

@@ -70,7 +70,12 @@ def test_the_definition_is_up_to_date_and_small() -> None:
 
 
 @pytest.mark.parametrize(
-    "example", ["sort-digits/experiment.yaml", pytest.param("smollm2-arithmetic.yaml", marks=needs_reasoning_gym)]
+    "example",
+    [
+        "sort-digits/experiment.yaml",
+        "lora-sums/experiment.yaml",
+        pytest.param("smollm2-arithmetic.yaml", marks=needs_reasoning_gym),
+    ],
 )
 def test_examples_can_run_here(example: str) -> None:
     assert validate_file(ROOT / "examples" / example) == []
