@@ -168,7 +168,7 @@ def _parts(memory: RankMemory) -> dict[str, int]:
         "gathered layers": memory.gathered,
         "activations": memory.activations,
         "logits": memory.logits,
-        "peak of a step": memory.total,
+        "peak of a step": memory.step,
         "whole model, at start": memory.whole_model,
     }
 

@@ -65,10 +65,14 @@ class RankMemory:
         return self.weights + self.masters + self.gradients + self.optimizer
 
     @property
+    def step(self) -> int:
+        """Bytes at the peak of a step."""
+        return self.state + self.reference + self.gathered + self.activations + self.logits
+
+    @property
     def total(self) -> int:
-        """Bytes at the peak."""
-        step = self.state + self.reference + self.gathered + self.activations + self.logits
-        return max(step, self.whole_model)
+        """Bytes at the peak, of a step or at start."""
+        return max(self.step, self.whole_model)
 
 
 def rank_memory(size: ModelSize, training: Training) -> RankMemory:

@@ -14,7 +14,10 @@ from nexrl.plan.command import plan, plan_lines
 from nexrl.plan.memory_size import gpu_bytes, host_bytes, parse_bytes
 from nexrl.plan.model_size import llama_size, size_of
 from nexrl.plan.roles import Available, inference_role, problems, trainer_role
+from nexrl.plan.table import MODELS, PAGE, gpus_needed, sizing_page
+from nexrl.plan.training import Training, rank_memory
 from nexrl.spec.model import PathModel
+from tests.support.marks import ROOT
 from tests.support.services import small_experiment
 
 GIB = 2**30
@@ -173,3 +176,19 @@ def test_memory_of_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 81559\necho 40960\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert gpu_bytes() == 40960 * 2**20
+
+
+def test_the_sizing_page_is_up_to_date() -> None:
+    assert (ROOT / PAGE).read_text() == sizing_page(), "run: make plan-table"
+
+
+def test_sizes_of_the_table_are_those_of_the_published_models() -> None:
+    billions = [round(size.parameters / 1e9, 2) for size in MODELS.values()]
+    assert billions == [0.49, 7.62, 32.76, 70.55]
+
+
+def test_fewest_gpus_of_the_table_are_enough_and_half_of_them_are_not() -> None:
+    size = MODELS["7B (Qwen2.5)"]
+    assert gpus_needed(size, checkpoints_activations=True) == 4
+    halves = (rank_memory(size, Training(2, ranks, 8192, checkpoints_activations=True)).step for ranks in (4, 2))
+    assert [step < 0.9 * 80 * GIB for step in halves] == [True, False]
