@@ -109,7 +109,16 @@ def _of_gguf(path: str) -> ModelSize:
             f"model.path: {path}: reading a GGUF file requires the package {error.name}; install nexrl[trainer]"
         ) from error
     folder, arguments = locate(path)
-    reader: Any = GGUFReader(folder / arguments["gguf_file"])
+    try:
+        return _of_gguf_reader(GGUFReader(folder / arguments["gguf_file"]))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"model.path: {path}: the GGUF file cannot be read ({type(error).__name__}: {error}); use one of a "
+            "decoder-only language model"
+        ) from error
+
+
+def _of_gguf_reader(reader: Any) -> ModelSize:
     fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
     tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     config = {ours: fields[theirs].contents() for ours, theirs in _GGUF.items() if theirs in fields}
