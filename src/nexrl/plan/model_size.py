@@ -141,16 +141,22 @@ _GGUF = {
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     experts = config.get("num_experts_per_tok") or 1
-    return {
+    width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * config["hidden_size"]
+    shape = {
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
-        "feed_forward": experts * (config.get("moe_intermediate_size") or config.get("intermediate_size", 0)),
+        "feed_forward": experts * (max(width) if isinstance(width, list) else width),  # a list has one for each layer
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_size": config.get("head_dim") or config["hidden_size"] // heads,
         "vocabulary": config["vocab_size"],
         "is_tied": bool(config.get("tie_word_embeddings", False)),
     }
+    if wrong := [
+        name for name, value in shape.items() if not isinstance(value, int) or (value < 1 and name != "is_tied")
+    ]:
+        raise ValueError(f"{', '.join(wrong)}: not a number of at least 1")
+    return shape
 
 
 def _counts(path: Path) -> Iterator[tuple[str, int]]:

@@ -60,7 +60,14 @@ def test_size_of_a_gguf_file_is_read_from_its_metadata() -> None:
     assert (size.parameters, size.layers, size.hidden, size.is_tied) == (134_515_008, 30, 576, True)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_widths_that_differ_between_layers_count_as_the_largest() -> None:
+    config = {**SEVEN_BILLION, "intermediate_size": [8, 16]}
+    assert llama_size(config).feed_forward == 16
+
+
+@pytest.mark.parametrize(
+    "content", [None, "{", "[]", json.dumps({**SEVEN_BILLION, "num_hidden_layers": 0, "num_attention_heads": [1]})]
+)
 def test_folder_without_a_readable_model_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
