@@ -213,6 +213,10 @@ spec: $(INSTALLED) ## Write the reference page and the CustomResourceDefinition 
 spec-check: $(INSTALLED) ## Fail if the files of `make spec` are not up to date
 	$(BIN)/python -m nexrl.spec --check
 
+.PHONY: plan-table
+plan-table: $(INSTALLED) ## Write docs/reference/sizing.md: the memory of training by model size, from src/nexrl/plan
+	$(BIN)/python -m nexrl.plan.table
+
 .PHONY: guide
 guide: $(INSTALLED) ## Write docs/reference/developer-guide.md: each promise, where it is implemented, the tests that prove it
 	$(BIN)/python -m tests.support.guide

@@ -48,6 +48,22 @@ def validate(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def plan(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of one GPU, for example 80Gi. Default: asks this one.")] = "",
+    memory: Annotated[
+        str, typer.Option(help="Memory of the machine that runs all roles, for example 512Gi. Default: of this one.")
+    ] = "",
+) -> None:
+    """Print the memory, GPUs, cores and disk that each role needs. Exits with code 4 if they do not fit."""
+    from nexrl.plan.command import plan as lines
+
+    for line in lines(experiment, overrides or [], gpu_memory, memory):
+        typer.echo(line)
+
+
+@app.command()
 def serve(service: Annotated[str, typer.Argument(help="The service, for example trainer.")]) -> None:
     """Run one service in this process. Settings come from the environment (NEXRL_*)."""
     found = {point.name: point for point in entry_points(group="nexrl.services")}

@@ -27,6 +27,7 @@ from nexrl_trainer.build import build_learner, device_of, learner_warnings, prep
 from nexrl_trainer.gang import Gang, start_gang, wait_for_gang_end
 from nexrl_trainer.leader import Leader
 from nexrl_trainer.loop import Checkpoints, TrainWorker
+from nexrl_trainer.memory_check import memory_warning
 from nexrl_trainer.processor import AlgorithmProcessor, build_processor
 from nexrl_trainer.service import TrainerServicer
 from nexrl_trainer.step import Learner
@@ -42,6 +43,7 @@ async def start(process: ServiceProcess) -> None:
     """Build the model, connect it to the other services, and start training in the background."""
     spec = process.experiment.spec
     prepare_torch(spec)
+    warning = await asyncio.to_thread(memory_warning, spec, device_of(spec))
     learner = await (_lead(process) if spec.trainer.processes_per_replica > 1 else _learn(process))
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
@@ -68,7 +70,7 @@ async def start(process: ServiceProcess) -> None:
     if spec.algorithm.processor != "external":
         batches = BatchClient(pool, model_tag=spec.model.tag, worker_id=process.settings.instance)
         process.spawn(_process_batches(worker, _algorithm_processor(process, worker, batches)))
-    process.spawn(report_warnings(process.activity, learner_warnings(learner)))
+    process.spawn(report_warnings(process.activity, [*learner_warnings(learner), *filter(None, [warning])]))
     await process.set_ready()
 
 

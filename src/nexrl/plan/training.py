@@ -1,0 +1,142 @@
+"""Memory of one rank of the trainer, in bytes, by what it is for.
+
+The figures follow nexrl_trainer: `optimizer.py` (float32 masters, gradients and moments), `ranks.py` (FSDP2),
+`token_scores.py` (logits), `build.py` (each rank builds the whole model before it is sharded). `test_plan.py` compares
+them with the bytes that a real step allocates.
+"""
+
+from dataclasses import dataclass
+
+from nexrl.plan.model_size import ModelSize
+from nexrl.spec import ExperimentSpec
+
+LOGITS_CHUNK_BYTES = 128 * 2**20
+LOGITS_BLOCK_BYTES = 4 * 2**20
+"""CHUNK_BYTES and BLOCK_BYTES of nexrl_trainer.token_scores; a test compares them."""
+BLOCK_TEMPORARIES = 5
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the memory of a rank depends on, besides the model. `micro_tokens`: tokens of the largest micro-batch."""
+
+    item_bytes: int
+    ranks: int
+    micro_tokens: int
+    checkpoints_activations: bool = False
+    has_reference: bool = False
+    keeps_two_snapshots: bool = False
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec) -> "Training":
+        """Return those of an experiment. A sequence that is longer than the limit is computed alone."""
+        trainer = spec.trainer
+        ranks = trainer.replicas * trainer.processes_per_replica
+        return cls(
+            ITEM_BYTES[spec.model.dtype],
+            ranks,
+            max(trainer.max_tokens_per_micro_batch, spec.max_sequence_tokens),
+            trainer.activation_checkpointing == "full",
+            spec.algorithm.kl_coefficient > 0,
+            # Without these, the memory of the previous version is used again.
+            keeps_two_snapshots=ranks > 1 or spec.weight_sync.path is not None,
+        )
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that the rank with the most, rank 0, holds on its device at the peak of a step."""
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    gathered: int
+    activations: int
+    logits: int
+    whole_model: int
+    """At start, before the other figures exist: the model before it is sharded, in float32 for the check of packing."""
+
+    @property
+    def state(self) -> int:
+        """Bytes that every step needs, whatever its batch."""
+        return self.weights + self.masters + self.gradients + self.optimizer
+
+    @property
+    def step(self) -> int:
+        """Bytes at the peak of a step."""
+        return self.state + self.reference + self.gathered + self.activations + self.logits
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak, of a step or at start."""
+        return max(self.step, self.whole_model)
+
+
+def rank_memory(size: ModelSize, training: Training) -> RankMemory:
+    """Return the memory of rank 0."""
+    shard = -(-size.parameters // training.ranks)
+    item = training.item_bytes
+    return RankMemory(
+        weights=shard * item,
+        masters=0 if item == 4 else shard * 4,
+        gradients=shard * 4,
+        optimizer=shard * 8 + 4 * size.tensors,  # two moments, and the number of updates of each tensor
+        reference=size.parameters * item if training.has_reference else 0,  # not sharded, on rank 0
+        gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
+        activations=activation_bytes(size, training),
+        logits=_logits_bytes(size, training),
+        whole_model=size.parameters * 4,
+    )
+
+
+def activation_bytes(size: ModelSize, training: Training) -> int:
+    """Return the bytes that autograd keeps for the backward pass of one micro-batch, and one layer's temporaries.
+
+    The tensors that each operation of a Llama layer of transformers keeps are counted, as in Korthikanti et al.,
+    "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.1; there is neither
+    dropout nor a [T, T] matrix of attention, because attention is fused. With item bytes b, per token and layer:
+
+    - two norms: input and normalised input in float32 or b, output in b. 12 H each in float32, 8 H in 16 bits;
+    - attention: query, key and value (repeated for each query head), and output, 4 A b, A = heads x head size;
+    - feed-forward: gate, its SiLU, up, and their product, 4 F b.
+
+    With activation checkpointing, each layer keeps only its input, H b, and one layer at a time is computed again.
+    """
+    item = training.item_bytes
+    norms = 2 * (12 if item == 4 else 8) * size.hidden
+    attention = 4 * size.heads * size.head_size * item
+    layer = norms + attention + 4 * size.feed_forward * item
+    kept = size.hidden * item if training.checkpoints_activations else layer
+    temporaries = layer if training.checkpoints_activations else 2 * size.feed_forward * item
+    return training.micro_tokens * (size.layers * kept + temporaries)
+
+
+def snapshot_bytes(size: ModelSize, training: Training) -> int:
+    """Return the host memory of the packed weights that rank 0 publishes, the previous version included."""
+    return size.parameters * training.item_bytes * (2 if training.keeps_two_snapshots else 1)
+
+
+def checkpoint_bytes(size: ModelSize, item_bytes: int) -> int:
+    """Return the size of one checkpoint: weights, masters of 16-bit weights, two moments."""
+    masters = 0 if item_bytes == 4 else 4
+    return size.parameters * (item_bytes + masters + 8) + 4 * size.tensors
+
+
+def _logits_bytes(size: ModelSize, training: Training) -> int:
+    """Return the bytes of one chunk of logits, its blocks, and the head in float32 (`token_scores`)."""
+    logits = training.micro_tokens * size.vocabulary * 4
+    block = BLOCK_TEMPORARIES * min(logits, LOGITS_BLOCK_BYTES)
+    if logits <= LOGITS_BLOCK_BYTES:
+        return block
+    head = size.vocabulary * size.hidden * 4
+    hidden = training.micro_tokens * size.hidden * 4
+    return min(logits, LOGITS_CHUNK_BYTES) + block + hidden + head * (1 if training.item_bytes == 4 else 2)
+
+
+def _gathered_bytes(size: ModelSize, item_bytes: int) -> int:
+    """Return the bytes that FSDP2 gathers: embedding and head, two layers, and the gradient of the larger of these."""
+    largest = max(size.outside_layers, size.layer)
+    return (size.outside_layers + 2 * size.layer + largest) * item_bytes + largest * 4
