@@ -61,6 +61,7 @@ async def test_two_replicas_of_two_processes_have_the_weights_of_one_process(
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=WEIGHT_TOLERANCE, err_msg=name)
 
 
+@pytest.mark.guide("Q20")
 async def test_the_end_of_any_process_ends_all_replicas_for_that_reason_and_the_run_is_replayed_bit_by_bit(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

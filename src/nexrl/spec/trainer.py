@@ -24,7 +24,7 @@ class TrainerSpec(Section):
         ge=1,
         le=64,
         description="Pods that train one model together, each with `processesPerReplica` processes; on one machine, "
-        "groups of processes. On Kubernetes, more than one require storage.accessMode ReadWriteMany.",
+        "groups of processes. With storage.accessMode ReadWriteOnce, all pods run on one node.",
     )
     processes_per_replica: int = Field(
         default=1,

@@ -72,6 +72,7 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         await replica.rank.wait()
 
 
+@pytest.mark.guide("Q20")
 async def test_a_replica_runs_its_ranks_until_replica_0_says_how_they_end(replica: Replica) -> None:
     other = OtherReplica.started(replica.stub(), OWN, lambda: None)
     await eventually(replica.has_started)
