@@ -179,7 +179,7 @@ trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for 
 
 .PHONY: gang-kills
 gang-kills: $(INSTALLED) ## Kill ranks of a trainer of several processes at each call, and KILLS=30 times at random
-	NEXRL_GANG_KILLS=$(or $(KILLS),30) $(BIN)/pytest -n 1 -m chaos tests/integration/test_trainer_gang.py
+	NEXRL_GANG_KILLS=$(or $(KILLS),30) $(BIN)/pytest -n 1 -m chaos tests/integration/test_trainer_gang.py tests/integration/test_trainer_replicas.py
 
 .PHONY: user-code
 user-code: $(INSTALLED) ## Run the experiments with hostile rewards and losses that `make test` omits

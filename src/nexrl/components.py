@@ -80,6 +80,7 @@ class Wiring:
     data_reader: str = ""
     trajectory_pool: str = ""
     weight_sync: str = ""
+    trainer_replicas: str = ""
     redis_url: str = ""
     redis_is_managed: bool = False
 
@@ -97,6 +98,8 @@ class Wiring:
         }
         if component.name == "data-reader":
             variables["PYTHONHASHSEED"] = "0"  # a factory that lists a set has the same order after a restart
+        if component.name == "trainer" and self.trainer_replicas:
+            variables["NEXRL_TRAINER_REPLICAS"] = self.trainer_replicas
         if component.name == "trajectory-pool":
             variables["NEXRL_DATA_READER"] = self.data_reader
         if component.uses_redis:

@@ -67,6 +67,12 @@ class Settings(BaseSettings):
     read_only: bool = Field(
         default=False, description="Trajectory pool: let no lease expire, so that reading changes nothing."
     )
+    replica: int = Field(default=0, ge=0, le=63, description="Trainer: index of this replica, of trainer.replicas.")
+    trainer_replicas: str = Field(
+        default="",
+        description="Trainer: gRPC addresses of the replicas 1, 2, ... in this order, separated by commas. Replica 0 "
+        "calls them.",
+    )
     reflection: bool = Field(default=False, description="Serve gRPC reflection.")
     drain_seconds: float = Field(
         default=5.0, gt=0, description="Longest time that calls in flight may take after SIGTERM."
@@ -80,6 +86,11 @@ class Settings(BaseSettings):
     def host(self) -> str:
         """The interface that all servers of this process listen on."""
         return self.listen.rpartition(":")[0]
+
+    @property
+    def other_replicas(self) -> list[str]:
+        """The addresses of the trainer's replicas 1, 2, ..."""
+        return [address for address in self.trainer_replicas.split(",") if address]
 
     @property
     def advertised(self) -> str:

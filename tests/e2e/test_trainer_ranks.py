@@ -28,16 +28,25 @@ TOLERANCE = 1e-4
 """Ranks add up float32 gradients in another order. Samples stay alike until that moves a probability past a draw."""
 
 
-async def test_two_processes_learn_what_one_learns_also_if_one_of_them_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "leader", "killed"),
+    [
+        ("trainer.processesPerReplica=2", "trainer", "trainer-rank-1"),
+        ("trainer.replicas=2", "trainer-0", "trainer-1"),
+    ],
+)
+async def test_two_processes_learn_what_one_learns_also_if_one_of_them_is_killed(
+    tmp_path: Path, setting: str, leader: str, killed: str
+) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     async with running(tmp_path / "one", *SYNCHRONOUS, seconds=200) as one:
         await one.ends()
-    async with running(tmp_path / "two", *SYNCHRONOUS, "trainer.processesPerReplica=2", seconds=250) as two:
+    async with running(tmp_path / "two", *SYNCHRONOUS, setting, seconds=250) as two:
         await two.until_step(7)
-        trainer, rank = await two.process("trainer"), await two.process("trainer-rank-1")
+        trainer, rank = await two.process(leader), await two.process(killed)
         os.kill(rank.pid, signal.SIGKILL)
-        await two.process("trainer", other_than=trainer)
+        await two.process(leader, other_than=trainer)
         await two.ends()
     assert figures(two) == pytest.approx(figures(one), rel=TOLERANCE, abs=1e-5)
     expected = weights(one)

@@ -135,6 +135,10 @@ WRONG: dict[str, tuple[Object, str]] = {
     "worker-missing": ({"rollout__type": "worker"}, "spec.rollout.worker"),
     "top-p": ({"rollout__topP": 0}, "spec.rollout.topP"),
     "in-flight": ({"weightSync__inFlight": "abort"}, "spec.inference.backend"),
+    "mock of several replicas": (
+        {"trainer": {"steps": 1, "backend": "mock", "replicas": 2}},
+        "spec.trainer.replicas",
+    ),
     "shared mock": (
         {"trainer": {"steps": 1, "backend": "mock", "processesPerReplica": 2}},
         "spec.trainer.processesPerReplica",

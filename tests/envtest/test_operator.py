@@ -15,7 +15,7 @@ from nexrl.k8s.api import (
     Api,
 )
 from nexrl.store import connect_redis, key_prefix
-from nexrl_operator.observed import is_ready
+from nexrl_operator.api_objects import is_ready
 from nexrl_operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
@@ -128,6 +128,37 @@ async def test_a_failed_trainer_is_followed_by_the_next_attempt(api: Api, namesp
         await until_phase(api, namespace, "four", "Running")
 
 
+async def test_a_trainer_of_two_pods_of_which_one_fails_is_followed_by_one_next_attempt_with_both(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("pair", namespace, trainer={"steps": 4, "replicas": 2})
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await run(api, document, controller)
+        await until_trainers(api, namespace, {"replicas": 2, "readyReplicas": 2})
+        await kubelet.end("pair-trainer-1-0", 6, "replica 1 of the trainer has ended or cannot be reached")
+        await kubelet.fail("pair-trainer-1-1", 137, "killed")
+
+        async def is_second() -> bool:
+            return await api.get(JOB, namespace, "pair-trainer-2") is not None
+
+        await eventually(is_second)
+        assert {name: record.restarts for name, record in controller.state.exits.items()} == {"trainer-0": 1}
+        assert "SIGKILL" in controller.state.message
+        await controller.heartbeat(_trainer("trainer-0"), [])
+        await until_trainers(api, namespace, {"replicas": 2, "readyReplicas": 2})
+        await until_phase(api, namespace, "pair", "Running")
+
+
+async def until_trainers(api: Api, namespace: str, expected: dict[str, int]) -> None:
+    """Wait until the status of the experiment 'pair' says this of its trainer."""
+
+    async def is_shown() -> bool:
+        found = await api.get(EXPERIMENT, namespace, "pair")
+        return found is not None and found.get("status", {}).get("trainer") == expected
+
+    await eventually(is_shown)
+
+
 async def test_a_trainer_whose_pod_is_evicted_or_deleted_uses_up_no_restart(
     api: Api, namespace: str, kubelet: Kubelet
 ) -> None:
@@ -153,10 +184,10 @@ async def _until_ready(api: Api, namespace: str, pod_name: str) -> None:
     await eventually(is_there)
 
 
-def _trainer() -> Any:
+def _trainer(name: str = "trainer") -> Any:
     from nexrl_controller.activity import Module
 
-    return Module("trainer", "trainer")
+    return Module(name, "trainer")
 
 
 async def test_an_operator_that_starts_again_changes_nothing_of_what_runs(

@@ -59,3 +59,17 @@ def _kill(running: Running, components: Collection[str]) -> None:
     running.namespace.kubectl("delete", "pod", *names, "--force", "--grace-period=0")
     for component, pods in killed.items():
         eventually(partial(running.has_other_pods, component, pods), f"{component} is back", BACK_SECONDS)
+
+
+@pytest.mark.guide("Q20")
+def test_a_trainer_of_two_pods_of_which_one_is_killed_restarts_as_a_whole_and_completes(namespace: Namespace) -> None:
+    item = slow("two-pods", trainer__steps=40, trainer__replicas=2, checkpoint__everySteps=5)
+    with applied(namespace, item) as running:
+        running.until_step(7)
+        assert running.get()["status"]["trainer"] == {"replicas": 2, "readyReplicas": 2}
+        before = running.pods("trainer")
+        [killed] = [name for name in before.values() if "-trainer-1-1-" in name]
+        namespace.kubectl("delete", "pod", killed, "--grace-period=0", "--force")
+        eventually(lambda: running.has_other_pods("trainer", before), "another trainer", BACK_SECONDS)
+        assert len(running.pods("trainer")) == 2
+        assert_balanced(running.until("Complete"))

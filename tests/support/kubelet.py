@@ -77,13 +77,17 @@ class Kubelet:
         """Make the container of a Job's pod fail, and with it the Job."""
         pod = await self._api.get(POD, self._namespace, pod_name)
         assert pod is not None
+        await self.end(pod_name, exit_code, message, is_evicted=is_evicted)
+        await self.fail_job(pod["metadata"]["labels"]["batch.kubernetes.io/job-name"])
+
+    async def end(self, pod_name: str, exit_code: int, message: str = "", *, is_evicted: bool = False) -> None:
+        """Make the container of a pod fail."""
         ended = {"exitCode": exit_code, "message": message, "reason": "Error"}
         container = {**_container("nexrl"), "ready": False, "state": {"terminated": ended}}
         conditions = [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}] * is_evicted
         await self._set_status(
             POD, pod_name, {"phase": "Failed", "containerStatuses": [container], "conditions": conditions}
         )
-        await self.fail_job(pod["metadata"]["labels"]["batch.kubernetes.io/job-name"])
 
     async def fail_job(self, job: str) -> None:
         """Make a Job fail, whatever its pod does."""
@@ -123,7 +127,7 @@ def _pods(kind: Kind, item: Object) -> dict[str, Object]:
         if kind is STATEFUL_SET:
             labels["apps.kubernetes.io/pod-index"] = str(index)
         if kind is JOB:
-            labels["batch.kubernetes.io/job-name"] = name
+            labels |= {"batch.kubernetes.io/job-name": name, "batch.kubernetes.io/job-completion-index": str(index)}
         pod_name = f"{name}-{index}"
         metadata = {"name": pod_name, "namespace": item["metadata"]["namespace"], "labels": labels}
         made[pod_name] = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec["template"]["spec"]}

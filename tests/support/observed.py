@@ -3,9 +3,10 @@
 from typing import Any
 
 from nexrl.spec import parse_experiment
+from nexrl_operator.api_objects import rfc3339
 from nexrl_operator.children import Renderer
 from nexrl_operator.objects import RUN_FOLDER, Owner
-from nexrl_operator.observed import Observed, Seen, rfc3339
+from nexrl_operator.observed import Observed, Seen
 from tests.support.kubelet import experiment_object, operator_settings
 
 Object = dict[str, Any]

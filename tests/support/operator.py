@@ -21,7 +21,7 @@ from nexrl.k8s.api import (
 )
 from nexrl_controller.controller import Controller
 from nexrl_controller.events import VersionCommitted
-from nexrl_operator.observed import owner_uid
+from nexrl_operator.api_objects import owner_uid
 from nexrl_operator.server import Operator
 from tests.support.eventually import eventually
 from tests.support.kubelet import Services, operator_settings

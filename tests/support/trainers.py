@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import grpc
 
 from nexrl.errors import InvalidArgumentError
+from nexrl.local.components import free_ports
 from nexrl.models import build_model, iter_weights
 from nexrl.rpc.client import CLIENT_OPTIONS
 from nexrl.spec import Experiment, dump_resolved
@@ -118,6 +119,8 @@ class Death:
     is_seen: bool
     rank: int = 0
     """The rank whose process is killed."""
+    replica: int = 0
+    """If it is not 0, the main process of this replica is killed, and not that of a rank."""
 
     def is_due(self, call: Call, steps: int) -> bool:
         """Return whether the trainer is killed at this call."""
@@ -147,17 +150,21 @@ class World:
     """A function of the test. It is called last at each call."""
     _environment: Mapping[str, str] = field(default_factory=dict)
     _producing: asyncio.Task[None] | None = None
-    _trainer: Any = None
+    codes: list[int] = field(default_factory=list)
+    """Exit codes of the main processes of the last trainer, by replica."""
+    _mains: list[Any] = field(default_factory=list)
+    """The main process of each replica of the trainer."""
     _death: Death | None = None
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def use(self, experiment: Experiment) -> None:
         """Give the next trainers this experiment."""
+        self.experiment = experiment
         Path(self._environment["NEXRL_EXPERIMENT_FILE"]).write_text(dump_resolved(experiment))
 
     async def live(self, death: Death | Suicide | float | None = None, rank: int = 0) -> int:
-        """Run one trainer process. Returns its exit code: -9 if it was killed, 0 if training was complete.
+        """Run one trainer. Returns the exit code of rank 0: -9 if it was killed, 0 if training was complete.
 
         `death` kills it at a call, at a point in its own code, or that many seconds after its start. The last kills the
         process of `rank`.
@@ -166,9 +173,7 @@ class World:
         self._death = death if isinstance(death, Death) else None
         self._finished.clear()
         self._ended.clear()
-        arguments = (self._environment, self.folder / "trainer.log", suicide, self.settled_seconds)
-        self._trainer = _processes.Process(target=trainer_process.main, args=arguments, daemon=True)
-        self._trainer.start()
+        self._start(suicide)
         ended = asyncio.create_task(self._end())
         finished = asyncio.create_task(self._finished.wait())
         assert self._producing is not None
@@ -180,17 +185,32 @@ class World:
                 if self._producing.done():
                     self._producing.result()
                 if finished.done():
-                    self._trainer.terminate()
+                    self._mains[0].terminate()
                 elif not ended.done():
                     await self.rank_is_there(rank)
                     self.signal_rank(rank, signal.SIGKILL)
                 await ended
         finally:
             finished.cancel()
-            self._trainer.kill()
+            for main in self._mains:
+                main.kill()
             await ended
-        code: int = self._trainer.exitcode
-        return code
+        self.codes = [main.exitcode for main in self._mains]
+        return self.codes[0]
+
+    def _start(self, suicide: Suicide | None) -> None:
+        """Start the main process of each replica of the trainer."""
+        ports = free_ports(self.experiment.spec.trainer.replicas - 1)
+        addresses = [f"{LOOPBACK}:{port}" for port in ports]
+        self._mains = []
+        for replica, listen in enumerate([f"{LOOPBACK}:0", *addresses]):
+            instance = f"trainer-{replica}" if replica else "trainer"
+            own = {"NEXRL_INSTANCE": instance, "NEXRL_REPLICA": str(replica), "NEXRL_LISTEN": listen}
+            environment = {**self._environment, **own, "NEXRL_TRAINER_REPLICAS": ",".join(addresses)}
+            arguments = (environment, self.folder / f"{instance}.log", suicide, self.settled_seconds)
+            main: Any = _processes.Process(target=trainer_process.main, args=arguments, daemon=True)
+            main.start()
+            self._mains.append(main)
 
     async def rank_is_there(self, rank: int) -> None:
         """Wait until the process of a rank of the current trainer has begun, or the trainer has ended."""
@@ -207,12 +227,17 @@ class World:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def signal_replica(self, replica: int, number: int) -> None:
+        """Send a signal to the main process of a replica of the current trainer."""
+        os.kill(self._mains[replica].pid, number)
+
     def _pid_of(self, rank: int) -> int | None:
-        trainer: int = self._trainer.pid
-        return rank_pid(trainer, rank) if rank else trainer
+        main: int = self._mains[rank // self.experiment.spec.trainer.processes_per_replica].pid
+        return rank_pid(main, rank) if rank else main
 
     async def _end(self) -> None:
-        await asyncio.to_thread(self._trainer.join)
+        for main in self._mains:
+            await asyncio.to_thread(main.join)
         self._ended.set()
 
     async def produce(self) -> None:
@@ -236,8 +261,11 @@ class World:
         if call.response is not None:
             self._record(call)
         if self._death is not None and self._death.is_due(call, len(self.steps)):
-            rank, self._death = self._death.rank, None
-            self.signal_rank(rank, signal.SIGKILL)
+            death, self._death = self._death, None
+            if death.replica:
+                self.signal_replica(death.replica, signal.SIGKILL)
+            else:
+                self.signal_rank(death.rank, signal.SIGKILL)
             await self._ended.wait()
             raise asyncio.CancelledError  # the caller is dead, so no answer is needed
         if self.before_call is not None:

@@ -43,6 +43,7 @@ GRPC = {
     "nexrl_inference.replica",
     "nexrl_operator.experiment_clients",
     "nexrl_operator.server",
+    "nexrl_trainer.other_replica",
     "nexrl_weight_sync.replicas",
     # Servicers.
     "nexrl_controller.service",
@@ -96,7 +97,8 @@ def test_each_component_is_a_grpc_service_with_one_implementation() -> None:
     assert promised == sorted(re.findall(r"^class \w+Servicer\((\w+)Servicer\):", servicers, re.MULTILINE))
     assert promised == [
         *("ActivityService", "ControllerService", "DataLoaderService", "DataReaderService", "InferenceService"),
-        *("TrainBatchPoolService", "TrainerService", "TrajectoryPoolService", "ValidatorService", "WeightSyncService"),
+        *("TrainBatchPoolService", "TrainerReplicaService", "TrainerService", "TrajectoryPoolService"),
+        *("ValidatorService", "WeightSyncService"),
     ]
 
 

@@ -18,9 +18,10 @@ from nexrl.k8s.api import (
     STATEFUL_SET,
     WORKLOAD,
 )
+from nexrl_operator.api_objects import experiment_of, is_made_here, owner_uid
 from nexrl_operator.cache import Cache
 from nexrl_operator.objects import EXPERIMENT_LABEL, Object
-from nexrl_operator.observed import Observed, Seen, experiment_of, is_made_here, owner_uid
+from nexrl_operator.observed import Observed, Seen
 from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.work_queue import Key
 

@@ -13,9 +13,11 @@ from nexrl_operator.objects import (
     EXPERIMENT_FOLDER,
     GRPC_PORT,
     HTTP_PORT,
+    JOB_LABEL,
     MANAGED_BY_LABEL,
     METRICS_PORT,
     OPERATOR,
+    REPLICA_LABEL,
     TOKEN_PORT,
     Object,
     Owner,
@@ -168,8 +170,11 @@ class Renderer:
         item = self._workload("batch/v1", "Job", component, f"{component}-{attempt}")
         item["metadata"]["labels"][ATTEMPT_LABEL] = str(attempt)
         replicas = self.experiment.spec.trainer.replicas
-        pod = self._pods().render(component, [variable("NEXRL_INSTANCE", component)])
+        instance = self._replica_variables(replicas) if replicas > 1 else [variable("NEXRL_INSTANCE", component)]
+        pod = self._pods().render(component, instance)
         pod["spec"]["restartPolicy"] = "Never"
+        if replicas > 1:
+            pod["spec"]["subdomain"] = f"{self.owner.name}-{component}"
         spec = {
             "completionMode": "Indexed",
             "completions": replicas,
@@ -178,6 +183,21 @@ class Renderer:
             "template": pod,
         }
         return item | {"spec": spec}
+
+    def _replica_variables(self, replicas: int) -> list[Object]:
+        """Return the variables with the place of a trainer's pod among the replicas, and the names of the others.
+
+        Kubernetes gives each pod of an Indexed Job a stable host name.
+        """
+        domain = f"{self.owner.name}-trainer.{self.owner.namespace}.svc:{GRPC_PORT}"
+        return [
+            from_field("NEXRL_REPLICA", f"metadata.labels['{REPLICA_LABEL}']"),
+            from_field("NEXRL_JOB", f"metadata.labels['{JOB_LABEL}']"),  # not the attempt: all attempts render alike
+            variable("NEXRL_INSTANCE", "trainer-$(NEXRL_REPLICA)"),
+            variable(
+                "NEXRL_TRAINER_REPLICAS", ",".join(f"$(NEXRL_JOB)-{index}.{domain}" for index in range(1, replicas))
+            ),
+        ]
 
     def _workload(self, api_version: str, kind: str, component: str, suffix: str) -> Object:
         item = self.owner.new_object(api_version, kind, component, suffix)

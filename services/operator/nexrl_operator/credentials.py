@@ -15,11 +15,11 @@ from nexrl.errors import FailedPreconditionError
 from nexrl.k8s.api import CERTIFICATE, SECRET, Api, Kind
 from nexrl.store import Redis, connect_redis
 from nexrl.tls import OPERATOR, Tls, experiment_name
+from nexrl_operator.api_objects import owner_uid
 from nexrl_operator.authority import Issued, is_good, issue
 from nexrl_operator.certificate_expiry import AUTHORITY, OWN, hide_expiry, show_expiry
 from nexrl_operator.children import Renderer
 from nexrl_operator.objects import Object, Owner
-from nexrl_operator.observed import owner_uid
 from nexrl_operator.redis_logins import RedisLogins
 from nexrl_operator.settings import OperatorSettings
 

@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from nexrl_operator.api_objects import condition, rfc3339
 from nexrl_operator.objects import Object
-from nexrl_operator.observed import condition, rfc3339
 
 MAX_NOTE = 950
 CONTROLLER = "nexrl.dev/experiment-controller"

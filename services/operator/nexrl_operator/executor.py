@@ -8,6 +8,7 @@ from nexrl.components import BY_NAME
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.k8s.api import EXPERIMENT, KINDS, RESOURCE_FLAVOR, Api, ApiError
 from nexrl.restarts import backoff_seconds
+from nexrl_operator.api_objects import attempt_of, component_of, has_finished, instances_of
 from nexrl_operator.caches import Caches
 from nexrl_operator.children import Renderer
 from nexrl_operator.credentials import RENEW_SECONDS, SECRETS_SECONDS, Credentials
@@ -16,7 +17,7 @@ from nexrl_operator.experiment_clients import ExperimentClients
 from nexrl_operator.experiment_state import ExperimentState
 from nexrl_operator.object_names import NameTakenError, require_free_names
 from nexrl_operator.objects import Object
-from nexrl_operator.observed import WORKLOADS, Observed, attempt_of, component_of, has_finished, instances_of
+from nexrl_operator.observed import WORKLOADS, Observed
 from nexrl_operator.plan import PREDECESSOR_SECONDS, Plan, Stage, soonest
 from nexrl_operator.queueing import QUEUE_LABEL, flavors_of, nodes_before, nodes_of, placed, queue_of
 from nexrl_operator.reporter import Reporter

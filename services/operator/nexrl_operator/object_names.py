@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from nexrl.errors import FailedPreconditionError, UnavailableError
 from nexrl.k8s.api import CERTIFICATE, EXPERIMENT, KINDS, SECRET, Api
+from nexrl_operator.api_objects import is_deleted, owner_uid
 from nexrl_operator.objects import Object
-from nexrl_operator.observed import Observed, is_deleted, owner_uid
+from nexrl_operator.observed import Observed
 
 
 class NameTakenError(FailedPreconditionError):

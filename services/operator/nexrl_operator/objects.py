@@ -13,6 +13,7 @@ EXPERIMENT_LABEL = f"{GROUP}/experiment"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 MANAGED_BY_LABEL, OPERATOR = "app.kubernetes.io/managed-by", "nexrl-operator"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
+JOB_LABEL, REPLICA_LABEL = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
 GRPC_PORT, TOKEN_PORT, HEALTH_PORT, HTTP_PORT, METRICS_PORT = 50051, 50052, 50053, 8000, 9090
 DATA_READER_PORT = 50054
 """On the loopback interface of the trajectory pool's pods."""

@@ -9,9 +9,10 @@ from nexrl.components import BY_NAME, stop_waves
 from nexrl.restarts import action_after
 from nexrl.spec.marks import may_change
 from nexrl.spec.section import ROLLING
+from nexrl_operator.api_objects import attempt_of, has_finished, seconds
 from nexrl_operator.children import Renderer
 from nexrl_operator.objects import ATTEMPT_LABEL, Object
-from nexrl_operator.observed import Exit, Observed, attempt_of, has_finished, seconds
+from nexrl_operator.observed import Exit, Observed
 from nexrl_operator.queueing import is_admitted, is_to_be_queued_again, new_workload, queue_of, requeue_at
 from nexrl_operator.revisions import is_outdated, is_rendered_alike, revision_of
 from nexrl_operator.setbacks import MAX_DISRUPTIONS, setbacks

@@ -10,6 +10,7 @@ from nexrl.run_layout import LOGS_FOLDER
 from nexrl.settings import ALIVE
 from nexrl.spec import Experiment
 from nexrl.tls import experiment_name
+from nexrl_operator.api_objects import MAIN_CONTAINER
 from nexrl_operator.objects import (
     DATA_READER_PORT,
     EXPERIMENT_FOLDER,
@@ -23,7 +24,6 @@ from nexrl_operator.objects import (
     Object,
     Owner,
 )
-from nexrl_operator.observed import MAIN_CONTAINER
 from nexrl_operator.settings import OperatorSettings
 from nexrl_operator.templates import lay_over
 
@@ -126,6 +126,11 @@ class PodTemplates:
             spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
             selector = {"labelSelector": {"matchLabels": self.owner.selector(component.name)}}
             spec["topologySpreadConstraints"] = [spread | selector]
+        if component.name == "trainer" and self.experiment.spec.trainer.replicas > 1 and not self._is_shared:
+            # Pods of one node may share a ReadWriteOnce volume.
+            here = {"topologyKey": "kubernetes.io/hostname"}
+            selector = {"labelSelector": {"matchLabels": self.owner.selector(component.name)}}
+            spec["affinity"] = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [here | selector]}}
         if self.settings.service_account:
             spec["serviceAccountName"] = self.settings.service_account
         metadata = {"labels": self.owner.labels(component.name), "annotations": _annotations(component.name)}

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from nexrl.errors import InvalidArgumentError
+from nexrl_operator.api_objects import condition, seconds
 from nexrl_operator.objects import GROUP, Object, Owner
-from nexrl_operator.observed import condition, seconds
 
 API_VERSION = "kueue.x-k8s.io/v1beta2"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"

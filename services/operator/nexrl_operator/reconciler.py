@@ -11,6 +11,7 @@ from nexrl.components import BY_NAME
 from nexrl.errors import NexrlError
 from nexrl.k8s.api import Api, ApiError
 from nexrl.spec import SpecError
+from nexrl_operator.api_objects import is_deleted
 from nexrl_operator.caches import Caches
 from nexrl_operator.children import Renderer
 from nexrl_operator.credentials import SECRETS_SECONDS, Credentials
@@ -20,7 +21,7 @@ from nexrl_operator.experiment_clients import ExperimentClients
 from nexrl_operator.experiment_state import ExperimentState
 from nexrl_operator.ledger_expiry import LedgerExpiry
 from nexrl_operator.objects import Object, Owner
-from nexrl_operator.observed import Observed, is_deleted
+from nexrl_operator.observed import Observed
 from nexrl_operator.plan import Stage, make_plan
 from nexrl_operator.reporter import Reporter
 from nexrl_operator.settings import OperatorSettings

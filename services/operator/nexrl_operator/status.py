@@ -6,14 +6,9 @@ from typing import Any
 
 from nexrl.components import BY_NAME
 from nexrl.spec import ExperimentSpec
+from nexrl_operator.api_objects import attempt_of, condition, rfc3339, seconds
 from nexrl_operator.children import Renderer
-from nexrl_operator.observed import (
-    Observed,
-    attempt_of,
-    condition,
-    rfc3339,
-    seconds,
-)
+from nexrl_operator.observed import Observed
 from nexrl_operator.revisions import template_revision
 from nexrl_operator.setbacks import setbacks
 from nexrl_operator.troubles import find_trouble
@@ -99,6 +94,7 @@ def new_status(observed: Observed, renderer: Renderer, verdict: Verdict) -> dict
         # The eviction must be on record: a Job ends only after its pod, and the reason with it, is deleted.
         "disruptedAttempt": observed.disrupted_attempt,
         "rollout": rollout,
+        "trainer": {"replicas": renderer.replicas()["trainer"], "readyReplicas": observed.ready("trainer")},
         "results": _results(observed, renderer),
         "components": [
             {

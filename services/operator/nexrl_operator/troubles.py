@@ -11,11 +11,9 @@ from itertools import chain
 from typing import Any
 
 from nexrl.components import COMPONENTS
-from nexrl_operator.objects import Object
-from nexrl_operator.observed import (
+from nexrl_operator.api_objects import (
     REPORTED_CONTAINERS,
     START_ERROR,
-    Observed,
     component_of,
     condition,
     ending,
@@ -27,6 +25,8 @@ from nexrl_operator.observed import (
     subject,
     template_path,
 )
+from nexrl_operator.objects import Object
+from nexrl_operator.observed import Observed
 
 START_SECONDS = 45.0
 """Time after which a container that runs and is not ready is named."""

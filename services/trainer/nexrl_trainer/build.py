@@ -40,7 +40,7 @@ def device_of(spec: ExperimentSpec, rank: int = 0) -> torch.device:
             f"trainer.processesPerReplica: {processes}, but there are {torch.cuda.device_count()} CUDA devices; set at "
             "most so many, or trainer.device cpu"
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", rank % processes)
 
 
 def build_learner(

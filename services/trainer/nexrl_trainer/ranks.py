@@ -20,6 +20,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from nexrl_trainer.interface import interface_of
+
+LOOPBACK = "127.0.0.1"
 COLLECTIVE_SECONDS = 600.0
 """Longest time that the ranks wait for each other within a step. The end of a rank is noticed at once."""
 _COMMAND_WAIT = timedelta(days=365)
@@ -117,13 +120,13 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
-def join_ranks(rank: int, size: int, device: torch.device, store: Store) -> Ranks:
-    """Join the ranks of a model, on one machine; returns when all `size` of them have joined.
+def join_ranks(rank: int, size: int, device: torch.device, store: Store, address: str = LOOPBACK) -> Ranks:
+    """Join the ranks of a model; returns when all `size` of them have joined.
 
-    `device` is the one of this rank. Ranks find each other in `store`. They communicate by NCCL on CUDA and by Gloo on
-    CPUs.
+    `device` is the one of this rank, `address` the IP address at which the other ranks reach this machine. Ranks find
+    each other in `store`. They communicate by NCCL on CUDA and by Gloo on CPUs.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # weight sync names its interface itself
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)  # weight sync names its interface itself
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -1,35 +1,47 @@
 """Starts the trainer: the algorithm processor and the train worker, in one process."""
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import BatchClient, TrainBatchClient
+from nexrl.errors import InvalidArgumentError
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.run_layout import TRAJECTORIES_FOLDER, checkpoints_path
 from nexrl.spec import Experiment, ExperimentSpec
 from nexrl.spec.trainer import ResumeFromPath
 from nexrl.tokenizers import build_tokenizer
 from nexrl.train_batch import TrainBatch
+from nexrl.v1 import trainer_replica_service_pb2 as replica_pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
+from nexrl.v1.trainer_replica_service_pb2_grpc import (
+    TrainerReplicaServiceStub,
+    add_TrainerReplicaServiceServicer_to_server,
+)
 from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
-from nexrl.weights.transport import Sender
+from nexrl.weights.transport import Sender, listening_store
 from nexrl_trainer.build import build_learner, device_of, learner_warnings, prepare_torch, reference_logprobs
-from nexrl_trainer.gang import Gang, start_gang, wait_for_gang_end
+from nexrl_trainer.gang import Gang, wait_for_gang_end
+from nexrl_trainer.hosted_ranks import HostedRanks
 from nexrl_trainer.leader import Leader
 from nexrl_trainer.loop import Checkpoints, TrainWorker
 from nexrl_trainer.memory_check import memory_warning
+from nexrl_trainer.other_replica import OtherReplica
 from nexrl_trainer.processor import AlgorithmProcessor, build_processor
-from nexrl_trainer.service import TrainerServicer
+from nexrl_trainer.rank_processes import start_ranks
+from nexrl_trainer.ranks import LOOPBACK
+from nexrl_trainer.service import ReplicaServicer, TrainerServicer
 from nexrl_trainer.step import Learner
 from nexrl_trainer.uploads import STOP_SECONDS, Uploads
 
@@ -42,9 +54,12 @@ def main() -> None:
 async def start(process: ServiceProcess) -> None:
     """Build the model, connect it to the other services, and start training in the background."""
     spec = process.experiment.spec
+    if process.settings.replica > 0:
+        await _follow(process)
+        return
     prepare_torch(spec)
     warning = await asyncio.to_thread(memory_warning, spec, device_of(spec))
-    learner = await (_lead(process) if spec.trainer.processes_per_replica > 1 else _learn(process))
+    learner = await (_lead(process) if spec.trainer.ranks > 1 else _learn(process))
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
         WeightSyncServiceStub(process.connect(process.settings.weight_sync)),
@@ -74,17 +89,58 @@ async def start(process: ServiceProcess) -> None:
     await process.set_ready()
 
 
+async def _follow(process: ServiceProcess) -> None:
+    """Serve replica 0 of the trainer, which starts and ends the ranks of this replica."""
+    hosted = HostedRanks(process)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, hosted.request_stop)
+    process.add(add_TrainerReplicaServiceServicer_to_server, ReplicaServicer(hosted), "nexrl.v1.TrainerReplicaService")
+    process.spawn(hosted.run())
+    await process.set_ready()
+
+
 async def _learn(process: ServiceProcess) -> Learner:
     return await asyncio.to_thread(build_learner, process.experiment.spec, process.experiment.folder)
 
 
 async def _lead(process: ServiceProcess) -> Learner:
     """Start the other ranks, and build the learner of rank 0."""
-    spec = process.experiment.spec
-    gang = await start_gang(spec.trainer.processes_per_replica, process.settings.instance)
+    gang = await start_gang(process)
     process.on_close(gang.end)
     process.spawn(gang.watch())
     return await asyncio.to_thread(_join_and_build, gang, process.experiment)
+
+
+async def start_gang(process: ServiceProcess) -> Gang:
+    """Start the other ranks of this replica, and have the other replicas start theirs."""
+    trainer, settings = process.experiment.spec.trainer, process.settings
+    host = LOOPBACK if trainer.replicas == 1 else settings.advertised
+    store = listening_store(host)
+    rendezvous = f"{host}:{store.port}"
+    others = _start_others(process, rendezvous)
+    own = await start_ranks(range(1, trainer.processes_per_replica), trainer.ranks, settings.instance, rendezvous)
+    return Gang(store, host, trainer.ranks, [*own, *others])
+
+
+def _start_others(process: ServiceProcess, rendezvous: str) -> list[OtherReplica]:
+    trainer, addresses = process.experiment.spec.trainer, process.settings.other_replicas
+    if len(addresses) != trainer.replicas - 1:
+        raise InvalidArgumentError(
+            f"settings: NEXRL_TRAINER_REPLICAS: {len(addresses)} addresses, and trainer.replicas is {trainer.replicas}"
+            "; set it to the addresses of all replicas but replica 0, separated by commas"
+        )
+    request = replica_pb.RunRanksRequest(
+        trainer_id=uuid4().hex,
+        replicas=trainer.replicas,
+        processes_per_replica=trainer.processes_per_replica,
+        rendezvous=rendezvous,
+    )
+    others = []
+    for request.replica, address in enumerate(addresses, 1):
+        own = replica_pb.RunRanksRequest.FromString(request.SerializeToString())
+        stub = TrainerReplicaServiceStub(process.connect(address))
+        others.append(OtherReplica.started(stub, own, process.stopping.set))
+    return others
 
 
 def _join_and_build(gang: Gang, experiment: Experiment) -> Learner:

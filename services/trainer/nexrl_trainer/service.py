@@ -1,7 +1,10 @@
-"""nexrl.v1.TrainerService: training as a service, over the same learner as the experiment's own loop."""
+"""nexrl.v1.TrainerService: training as a service, over the same learner as the experiment's own loop.
+
+nexrl.v1.TrainerReplicaService: the ranks of another replica of the trainer.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,11 @@ from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 from nexrl.tensor_proto import encode_tensor
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
+from nexrl.v1 import trainer_replica_service_pb2 as replica_pb
 from nexrl.v1 import trainer_service_pb2 as pb
+from nexrl.v1.trainer_replica_service_pb2_grpc import TrainerReplicaServiceServicer
 from nexrl.v1.trainer_service_pb2_grpc import TrainerServiceServicer
+from nexrl_trainer.hosted_ranks import HostedRanks
 from nexrl_trainer.loop import ResultT, TrainWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -86,6 +92,23 @@ class TrainerServicer(TrainerServiceServicer):
     def _refuse_while_training(self) -> None:
         if not self._worker.is_done:
             raise FailedPreconditionError("the experiment's own loop is training; call again when it has ended")
+
+
+class ReplicaServicer(TrainerReplicaServiceServicer):
+    """The main process of a replica other than 0."""
+
+    def __init__(self, hosted: HostedRanks) -> None:
+        self._hosted = hosted
+
+    async def RunRanks(
+        self, request: replica_pb.RunRanksRequest, context: Context
+    ) -> AsyncIterator[replica_pb.RunRanksResponse]:
+        async for event in self._hosted.serve(request):
+            yield event
+
+    async def EndRanks(self, request: replica_pb.EndRanksRequest, context: Context) -> replica_pb.EndRanksResponse:
+        self._hosted.end(request)
+        return replica_pb.EndRanksResponse()
 
 
 def _check_finite(batch: TrainBatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nexrl import parent_death
+from nexrl.errors import UnavailableError
 from nexrl.json_logging import last_words
 from nexrl.kept_log import newest_bytes
 from nexrl.settings import REDIS_PASSWORD
@@ -17,6 +18,8 @@ from nexrl.settings import REDIS_PASSWORD
 TAIL_BYTES = 65_536
 """More than a JSON line with a traceback."""
 TAIL_LINES = 5
+GANG_END_SECONDS = 30.0
+"""Longest time in which the processes of a gang end once one of them has ended."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,25 @@ class Child:
                 env={**_inherited(), **self.command.environment},
                 start_new_session=True,  # Ctrl-C reaches only the launcher, which stops the children in order
             )
+
+
+async def run_together(gang: Sequence[Child]) -> tuple[Child, int]:
+    """Run processes that end together until all have ended. Returns the one that says why, and its exit code.
+
+    They notice each other's end by themselves; one that does not is killed. The first process of a gang leads it, and
+    ends with the code of any other, unless it has only lost that one.
+    """
+    runs = {asyncio.create_task(child.run()): child for child in gang}
+    try:
+        _, running = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        if running:
+            _, running = await asyncio.wait(running, timeout=GANG_END_SECONDS)
+        await asyncio.gather(*(runs[run].stop(0) for run in running))
+        ended = [(child, await run) for run, child in runs.items()]
+    finally:
+        for run in runs:
+            run.cancel()
+    return next(((child, code) for child, code in ended if code not in (0, UnavailableError.exit_code)), ended[0])
 
 
 def _inherited() -> Mapping[str, str]:

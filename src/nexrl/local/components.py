@@ -29,6 +29,8 @@ class Addresses:
     data_reader: str
     trajectory_pools: tuple[str, ...]
     weight_sync: str
+    trainer_replicas: tuple[str, ...] = ()
+    """Of all replicas but replica 0, which calls them."""
 
     @property
     def trajectory_pool(self) -> str:
@@ -46,16 +48,17 @@ class Addresses:
 
 def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addresses, Path | None]:
     """Choose free ports for components that others call, and a socket for a private Redis unless a URL is given."""
-    pools = experiment.spec.trajectory_pool.replicas
-    ports = free_ports(pools + 3)
+    pools, others = experiment.spec.trajectory_pool.replicas, experiment.spec.trainer.replicas - 1
+    ports = free_ports(3 + pools + others)
     given = experiment.spec.redis.url
     socket_path = None if given else Path(tempfile.mkdtemp(prefix="nexrl-")) / "redis.sock"
     return Addresses(
         redis_url=given or f"unix://{socket_path}",
         controller=f"{LOOPBACK}:{controller_port or ports[0]}",
         data_reader=f"{LOOPBACK}:{ports[2]}",
-        trajectory_pools=tuple(f"{LOOPBACK}:{port}" for port in ports[3:]),
+        trajectory_pools=tuple(f"{LOOPBACK}:{port}" for port in ports[3 : 3 + pools]),
         weight_sync=f"{LOOPBACK}:{ports[1]}",
+        trainer_replicas=tuple(f"{LOOPBACK}:{port}" for port in ports[3 + pools :]),
     ), socket_path
 
 
@@ -99,6 +102,7 @@ def _commands(
         data_reader=addresses.data_reader,
         trajectory_pool=addresses.trajectory_pool,
         weight_sync=addresses.weight_sync,
+        trainer_replicas=",".join(addresses.trainer_replicas),
         redis_url=addresses.redis_url,
         redis_is_managed=redis_socket is not None,
     )
@@ -107,13 +111,15 @@ def _commands(
         "data-reader": [addresses.data_reader],
         "trajectory-pool": list(addresses.trajectory_pools),
         "weight-sync": [addresses.weight_sync],
+        "trainer": [f"{LOOPBACK}:0", *addresses.trainer_replicas],
     }
     for component in COMPONENTS:
         listens = fixed.get(component.name, [f"{LOOPBACK}:0"] * component.replicas(experiment.spec))
         is_numbered = component.is_numbered or len(listens) > 1
         for number, listen in enumerate(listens):
             name = f"{component.name}-{number}" if is_numbered else component.name
-            yield service_command(component.name, name, experiment, wiring, {"NEXRL_LISTEN": listen})
+            own = {"NEXRL_REPLICA": str(number)} if component.name == "trainer" else {}
+            yield service_command(component.name, name, experiment, wiring, {"NEXRL_LISTEN": listen, **own})
 
 
 def service_command(

@@ -19,10 +19,10 @@ from typing import Any
 
 import grpc
 
-from nexrl.components import stop_waves
+from nexrl.components import component_of, stop_waves
 from nexrl.errors import AlreadyExistsError, NexrlError, TrainingFailedError, UnavailableError
 from nexrl.kept_log import rotate
-from nexrl.local.child import Child
+from nexrl.local.child import Child, run_together
 from nexrl.local.components import Addresses, choose_addresses, commands, require_free
 from nexrl.local.ownership import owned
 from nexrl.local.report import Ending, write_report
@@ -203,9 +203,9 @@ class Launcher:
         async with connect(self._addresses.controller) as controller, connect(self._addresses.trajectory_pool) as pool:
             supervisors: list[asyncio.Task[None]] = []
             try:
-                for child in self.children:
-                    supervisors.append(asyncio.create_task(self._supervise(child, controller)))
-                    await self._until_redis_answers(child)
+                for gang in _gangs(self.children):
+                    supervisors.append(asyncio.create_task(self._supervise(gang, controller)))
+                    await self._until_redis_answers(gang[0])
                 return await self._follow(controller, pool)
             finally:
                 self._stopping.set()
@@ -262,28 +262,28 @@ class Launcher:
                     raise
                 await asyncio.sleep(0.02)
 
-    async def _supervise(self, child: Child, controller: grpc.aio.Channel) -> None:
-        stopping = self._ended if child.name in CORE else self._stopping
+    async def _supervise(self, gang: Sequence[Child], controller: grpc.aio.Channel) -> None:
+        stopping = self._ended if gang[0].name in CORE else self._stopping
         while not stopping.is_set():  # it may be set during the pause before a restart
-            code = await child.run()
+            child, code = await run_together(gang)
             if self._interrupted.is_set() or self._ended.is_set():
                 return  # do not report: the experiment is interrupted, or its controller has ended
-            delay_seconds = await self._verdict(child, code, controller)
+            delay_seconds = await self._verdict(gang[0].name, child, code, controller)
             if delay_seconds is None:
                 return
             await asyncio.sleep(delay_seconds)
 
-    async def _verdict(self, child: Child, code: int, controller: grpc.aio.Channel) -> float | None:
-        """Seconds until the child restarts; None if it does not."""
-        if child.name in CORE:
-            budget = self._budgets[child.name]
+    async def _verdict(self, name: str, child: Child, code: int, controller: grpc.aio.Channel) -> float | None:
+        """Seconds until the gang `name`, which ended because of `child`, restarts; None if it does not."""
+        if name in CORE:
+            budget = self._budgets[name]
             delay_seconds = budget.pause_seconds(code, self._step, time.monotonic())
             if delay_seconds is None:
                 told = f"{child.name} ended with code {code} after {budget.restarts} restarts without a new step"
                 self._fail("RestartsExhausted", f"{told}: {child.last_words()}")
             return delay_seconds
         request = pb.ReportExitRequest(
-            request_id=new_request_id(), component=child.name, exit_code=code, log_tail=child.last_words()
+            request_id=new_request_id(), component=name, exit_code=code, log_tail=child.last_words()
         )
         deadline = time.monotonic() + self.experiment.spec.monitor.health.stall_deadline_seconds
         while True:
@@ -305,6 +305,17 @@ class Launcher:
         for wave in waves:
             children = [child for child in self.children if child.name.startswith(wave)]
             await asyncio.gather(*(child.stop(STOP_SECONDS) for child in children))
+
+
+def _gangs(children: Sequence[Child]) -> list[list[Child]]:
+    """Return the processes that end and restart together: all replicas of the trainer, and each other process alone."""
+    trainer, gangs = [child for child in children if component_of(child.name) == "trainer"], []
+    for child in children:
+        if child not in trainer:
+            gangs.append([child])
+        elif child is trainer[0]:
+            gangs.append(trainer)
+    return gangs
 
 
 async def _rotate_logs(children: Sequence[Child]) -> None:

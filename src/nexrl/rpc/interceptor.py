@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 MAX_DEADLINE_SECONDS = 3600.0
 PIECE_SECONDS = 20.0
 """Longest time between two pieces of a request."""
-WITHOUT_DEADLINE = ("/grpc.health.", "/grpc.reflection.")
+WITHOUT_DEADLINE = ("/grpc.health.", "/grpc.reflection.", "/nexrl.v1.TrainerReplicaService/RunRanks")
+"""Calls that last as long as their caller. Keepalive ends them if it cannot be reached."""
 
 HANDLED = Counter("grpc_server_handled_total", "RPCs completed.", ["grpc_service", "grpc_method", "grpc_code"])
 HANDLING_SECONDS = Histogram(

@@ -64,6 +64,12 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
 ]
 
+TRAINER_CHANGES = {
+    # Between the replicas of a trainer, a call lasts as long as both. By its end, one notices that the other has ended.
+    "grpc.max_connection_age_ms": 2**31 - 1,
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 10_000,
+}
 # Everybody may call the health port. Each probe of the kubelet opens a connection of its own.
 HEALTH_CHANGES = {
     "grpc.max_receive_message_length": 4096,
@@ -93,7 +99,7 @@ class ServiceProcess:
         self.admission = self._build_admission(tls) if tls else None
         self.server = grpc.aio.server(
             interceptors=[EdgeInterceptor(self.admission)],
-            options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", message_limit_bytes(role))],
+            options=_options(role),
         )
         self._health_server = grpc.aio.server(options=[*(dict(SERVER_OPTIONS) | HEALTH_CHANGES).items()])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -268,6 +274,14 @@ class ServiceProcess:
         activity = ActivityTracker(module, channel, file)
         self.on_close(activity.reports_sent)
         return activity
+
+
+def _options(role: str) -> list[tuple[str, int]]:
+    changes = {
+        "grpc.max_receive_message_length": message_limit_bytes(role),
+        **(TRAINER_CHANGES if role == "trainer" else {}),
+    }
+    return [*(dict(SERVER_OPTIONS) | changes).items()]
 
 
 def _bind(server: grpc.aio.Server, setting: str, address: str, credentials: grpc.ServerCredentials | None) -> int:

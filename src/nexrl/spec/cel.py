@@ -26,11 +26,14 @@ RULES: Sequence[Rule] = (
         "self.batchSize % self.groupSize == 0",
         "batchSize must be a multiple of groupSize",
     ),
-    Rule(
-        "trainer",
-        "processesPerReplica",
-        "self.processesPerReplica == 1 || self.backend != 'mock'",
-        "trainer.backend mock computes nothing that processes could share; use 1",
+    *(
+        Rule(
+            "trainer",
+            key,
+            f"self.{key} == 1 || self.backend != 'mock'",
+            "trainer.backend mock computes nothing that processes could share; use 1",
+        )
+        for key in ("replicas", "processesPerReplica")
     ),
     Rule(
         "validation",

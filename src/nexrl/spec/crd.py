@@ -93,6 +93,7 @@ def _columns() -> Iterator[dict[str, Any]]:
         ("Step", "integer", ".status.progress.step", 0),
         ("Version", "integer", ".status.progress.policyVersion", 0),
         ("Staleness", "string", ".status.progress.staleness", 0),
+        ("Trainers", "integer", ".status.trainer.readyReplicas", 0),
         ("Rollouts", "integer", ".status.rollout.readyReplicas", 0),
         ("Age", "date", ".metadata.creationTimestamp", 0),
         ("Steps", "integer", ".status.progress.totalSteps", 1),

@@ -112,6 +112,14 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "selector": {**_TEXT, "description": "Label selector of the pods."},
             },
         },
+        "trainer": {
+            "type": "object",
+            "description": "The replicas of the trainer.",
+            "properties": {
+                "replicas": {**_COUNT, "description": "Pods that train together."},
+                "readyReplicas": {**_COUNT, "description": "Pods that are ready."},
+            },
+        },
         "results": {
             "type": "object",
             "description": "How `nexrl get results` and `nexrl logs` read the volume.",

@@ -19,7 +19,13 @@ class TrainerSpec(Section):
     steps: CountOrZero = Field(
         description="Optimizer updates after which training is finished; 0 = no limit, the Trainer RPCs decide."
     )
-    replicas: int = Field(default=1, ge=1, le=1, description="Machines, or pods, that train; only one is supported.")
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Pods that train one model together, each with `processesPerReplica` processes; on one machine, "
+        "groups of processes. With storage.accessMode ReadWriteOnce, all pods run on one node.",
+    )
     processes_per_replica: int = Field(
         default=1,
         ge=1,
@@ -47,16 +53,21 @@ class TrainerSpec(Section):
     template: Template = None
 
     @property
+    def ranks(self) -> int:
+        """Processes that train one model together."""
+        return self.replicas * self.processes_per_replica
+
+    @property
     def threads_per_process(self) -> int:
         """The share of each process in `threads`, at least one."""
         return max(1, self.threads // self.processes_per_replica)
 
-    @field_validator("processes_per_replica")
+    @field_validator("replicas", "processes_per_replica")
     @classmethod
-    def _computes(cls, processes: int, info: ValidationInfo) -> int:
-        if processes > 1 and info.data.get("backend") == "mock":
+    def _computes(cls, number: int, info: ValidationInfo) -> int:
+        if number > 1 and info.data.get("backend") == "mock":
             raise refuse("trainer.backend mock computes nothing that processes could share; use 1")
-        return processes
+        return number
 
 
 class CheckpointSpec(Section):

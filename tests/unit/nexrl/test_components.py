@@ -10,7 +10,15 @@ from nexrl.spec import Experiment
 from nexrl.spec.monitor import FailureRule
 
 WIRING = Wiring(
-    Path("/x/experiment.yaml"), Path("/x"), "controller:1", "reader:5", "pool:2", "sync:3", "redis://r:4", True
+    Path("/x/experiment.yaml"),
+    Path("/x"),
+    "controller:1",
+    "reader:5",
+    "pool:2",
+    "sync:3",
+    "t:6,t:7",
+    "redis://r:4",
+    True,
 )
 
 

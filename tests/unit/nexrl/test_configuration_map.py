@@ -56,7 +56,7 @@ ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "Q17": [{"trajectoryPool.batchSize": 256}],
     "Q18": [{"trainer.type": "default"}],
     "Q19": [{"trainer.steps": 1000}],
-    "Q20": [{"trainer.processesPerReplica": 2}],
+    "Q20": [{"trainer.replicas": 2, "trainer.processesPerReplica": 2}],
     "Q21": [{"checkpoint.path": "kept"}],
     "Q22": [{"weightSync.path": "versions"}],
     "Q23": [{"checkpoint.everySteps": 10}, {"checkpoint.everySteps": 0}],

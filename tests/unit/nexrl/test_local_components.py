@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nexrl.local.child import Command
-from nexrl.local.components import Addresses, commands
+from nexrl.local.components import Addresses, choose_addresses, commands
 from nexrl.local.run_folder import RunFolder
 from nexrl.settings import load_settings
 from nexrl.spec import Experiment
@@ -17,10 +17,12 @@ ADDRESSES = Addresses(
 )
 
 
+DOCUMENT = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": "test"}}
+SPEC = {"model": {"path": "x"}, "data": {"type": "mock"}, "trainer": {"steps": 1}}
+
+
 def started(folder: Path, **sections: object) -> dict[str, Command]:
-    spec = {"model": {"path": "x"}, "data": {"type": "mock"}, "trainer": {"steps": 1}, **sections}
-    document = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": "test"}, "spec": spec}
-    experiment = Experiment.model_validate_json(json.dumps(document))
+    experiment = Experiment.model_validate_json(json.dumps({**DOCUMENT, "spec": {**SPEC, **sections}}))
     run_folder = RunFolder(folder, experiment)
     with closing(run_folder._lock):
         return {made.name: made for made in commands(experiment, run_folder, ADDRESSES, None)}
@@ -35,6 +37,20 @@ def test_each_role_has_as_many_processes_as_replicas_and_each_its_threads(tmp_pa
     ]
     assert made["inference-1"].environment["OMP_NUM_THREADS"] == "3"
     assert made["rollout-1"].environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.guide("Q20")
+def test_replica_0_of_the_trainer_knows_where_the_others_listen(tmp_path: Path) -> None:
+    trainer = {"steps": 1, "replicas": 3}
+    experiment = Experiment.model_validate_json(json.dumps({**DOCUMENT, "spec": {**SPEC, "trainer": trainer}}))
+    addresses, _ = choose_addresses(experiment, 0)
+    run_folder = RunFolder(tmp_path, experiment)
+    with closing(run_folder._lock):
+        made = {made.name: made.environment for made in commands(experiment, run_folder, addresses, None)}
+    others = [made[f"trainer-{replica}"]["NEXRL_LISTEN"] for replica in (1, 2)]
+    assert made["trainer-0"]["NEXRL_TRAINER_REPLICAS"] == ",".join(others)
+    assert [made[f"trainer-{replica}"]["NEXRL_REPLICA"] for replica in range(3)] == ["0", "1", "2"]
+    assert len({*others, *addresses.trajectory_pools, addresses.controller}) == 2 + len(addresses.trajectory_pools) + 1
 
 
 @pytest.mark.guide("C3", "G2", "J6", "L5")

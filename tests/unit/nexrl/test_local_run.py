@@ -18,9 +18,10 @@ import pytest
 
 from nexrl import parent_death
 from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from nexrl.local.child import Child, Command
+from nexrl.local import child as child_module
+from nexrl.local.child import Child, Command, run_together
 from nexrl.local.components import free_ports
-from nexrl.local.launcher import RunOptions, resume_command
+from nexrl.local.launcher import RunOptions, _gangs, resume_command
 from nexrl.local.report import Ending, samples_per_second, summarize, write_report
 from nexrl.local.run_folder import RunFolder, is_running
 from nexrl.local.status import ending_of, print_status
@@ -307,3 +308,34 @@ def test_free_ports_are_distinct() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
     assert all(0 < port < 65536 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("scripts", "expected"),
+    [
+        (("sleep 0.1; exit 6", "kill -9 $$"), ("trainer-1", -9)),
+        (("exit 10", "sleep 0.1; exit 6"), ("trainer-0", 10)),
+        (("exit 7", "exit 7"), ("trainer-0", 7)),
+        (("exit 6", "exit 0"), ("trainer-0", 6)),
+        (("exit 0", "sleep 0.1"), ("trainer-0", 0)),
+        (("kill -9 $$", "sleep 600"), ("trainer-0", -9)),
+    ],
+)
+async def test_processes_that_end_together_end_for_the_reason_of_the_one_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: tuple[str, str], expected: tuple[str, int]
+) -> None:
+    monkeypatch.setattr(child_module, "GANG_END_SECONDS", 2.0)
+    gang = [
+        Child(Command(f"trainer-{number}", ["sh", "-c", each], {}), tmp_path) for number, each in enumerate(scripts)
+    ]
+    child, code = await run_together(gang)
+    assert (child.name, code) == expected
+    assert all(each.pid is None for each in gang)
+
+
+def test_all_replicas_of_the_trainer_end_and_restart_together_and_each_other_process_alone(tmp_path: Path) -> None:
+    names = ["redis", "weight-sync", "trainer-0", "trainer-1", "inference-0", "inference-1"]
+    gangs = _gangs([Child(Command(name, [], {}), tmp_path) for name in names])
+    assert [[child.name for child in gang] for gang in gangs] == [
+        *(["redis"], ["weight-sync"], ["trainer-0", "trainer-1"], ["inference-0"], ["inference-1"])
+    ]

@@ -356,3 +356,34 @@ def test_a_default_that_is_written_out_makes_no_other_configuration() -> None:
     assert configuration_revision(written.experiment) == configuration_revision(renderer().experiment)
     more = renderer(trajectoryPool={"template": {"spec": {}}})
     assert configuration_revision(more.experiment) == configuration_revision(renderer().experiment)
+
+
+@pytest.mark.guide("Q20")
+def test_the_replicas_of_a_trainer_are_one_job_and_find_each_other_by_names_that_stay() -> None:
+    made = renderer(trainer={"steps": 4, "replicas": 3, "processesPerReplica": 2})
+    job, later = (made.workloads(attempt)["trainer"]["spec"] for attempt in (1, 2))
+    assert job == later  # a later attempt does not look like a change by somebody else
+    assert (job["completions"], job["parallelism"], job["backoffLimit"]) == (3, 3, 0)
+    pod = job["template"]["spec"]
+    [service] = [each for each in made.foundation() if each["metadata"]["name"] == "x-trainer"]
+    assert (pod["subdomain"], service["spec"]["clusterIP"]) == (service["metadata"]["name"], "None")
+    variables = pod["containers"][0]["env"]
+    fields = {each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"] for each in variables if "valueFrom" in each}
+    assert fields["NEXRL_REPLICA"] == "metadata.labels['batch.kubernetes.io/job-completion-index']"
+    assert fields["NEXRL_JOB"] == "metadata.labels['batch.kubernetes.io/job-name']"
+    values = {each["name"]: each.get("value") for each in variables}
+    others = [f"$(NEXRL_JOB)-{replica}.x-trainer.rl.svc:50051" for replica in (1, 2)]
+    assert (values["NEXRL_INSTANCE"], values["NEXRL_TRAINER_REPLICAS"]) == (
+        "trainer-$(NEXRL_REPLICA)",
+        ",".join(others),
+    )
+    names = list(values)
+    assert names.index("NEXRL_JOB") < names.index("NEXRL_TRAINER_REPLICAS")  # Kubernetes expands earlier ones only
+
+
+def test_the_replicas_of_a_trainer_share_a_node_if_the_volume_is_on_one_only() -> None:
+    trainer = {"steps": 4, "replicas": 2}
+    for mode, is_bound in (("ReadWriteOnce", True), ("ReadWriteMany", False)):
+        made = renderer(trainer=trainer, storage={"accessMode": mode}).workloads(1)["trainer"]
+        assert ("affinity" in made["spec"]["template"]["spec"]) == is_bound
+    assert "affinity" not in renderer().workloads(1)["trainer"]["spec"]["template"]["spec"]

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from nexrl_operator.api_objects import instances_of
 from nexrl_operator.children import Renderer
 from nexrl_operator.objects import ATTEMPT_LABEL
-from nexrl_operator.observed import Observed, instances_of
+from nexrl_operator.observed import Observed
 from nexrl_operator.plan import Stage, make_plan
 from nexrl_operator.setbacks import MAX_DISRUPTIONS, setbacks
 from nexrl_operator.status import Verdict, new_status
-from tests.support.observed import RUNNING, observed, pod, renderer
+from tests.support.observed import RUNNING, Object, condition, observed, pod, renderer
 
 
 def test_a_failed_experiment_that_is_suspended_can_be_resumed_and_one_that_has_succeeded_cannot() -> None:
@@ -215,3 +216,66 @@ def test_disruptions_without_a_new_step_are_counted_and_end_the_experiment_at_a_
     failed = make_plan(disrupted(made, 101, 7, **status), made).failed
     assert failed is not None
     assert failed[1].startswith("pods of the trainer were evicted or deleted 101 times without a new step; ")
+
+
+def gang_pod(
+    made: Renderer, replica: int, code: int | None = None, finished: str = "", is_deleted: bool = False
+) -> Object:
+    """Return a pod of a trainer with several replicas; it runs if `code` is None."""
+    ended = {"exitCode": code, "finishedAt": finished, "message": f"words of {replica}", "reason": "Error"}
+    state = {"running": {}} if code is None else {"terminated": ended}
+    made_pod = pod(made, "trainer", containerStatuses=[{"name": "nexrl", "state": state}], conditions=[])
+    made_pod["metadata"] |= {"name": f"x-trainer-1-{replica}", **(DELETED_AT_11 if is_deleted else {})}
+    made_pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = str(replica)
+    return made_pod
+
+
+AT_10, AT_11, AT_12 = (f"2026-11-22T00:00:{second}Z" for second in (10, 11, 12))
+DELETED_AT_11 = {"deletionTimestamp": "2026-11-22T00:02:11Z", "deletionGracePeriodSeconds": 120}
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (((6, AT_12), (137, AT_11)), (-9, "words of 1")),  # replica 0 has only lost replica 1
+        (((7, AT_12), (7, AT_11)), (7, "words of 0")),  # replica 0 knows the rank, and its reason
+        (((10, AT_12), (0, AT_12)), (10, "words of 0")),
+        (((6, AT_11), (6, AT_11)), (6, "words of 0")),
+        (((None, ""), (7, AT_11)), (7, "words of 1")),
+    ],
+)
+def test_a_trainer_of_several_pods_ends_once_for_the_reason_of_the_one_that_was_lost(
+    ends: tuple[tuple[int | None, str], ...], expected: tuple[int, str]
+) -> None:
+    made = renderer(trainer={"steps": 4, "replicas": 2})
+    pods = [gang_pod(made, replica, *end) for replica, end in enumerate(ends)]
+    now = replace(observed(made), pods=pods[::-1])
+    [job] = now.workloads("trainer")
+    told = now.job_exit(job)
+    assert (told.component, told.exit_code, told.log_tail) == ("trainer-0", *expected)
+    assert not now.is_disrupted(job)
+
+
+def test_pods_that_kubernetes_deletes_because_another_one_failed_are_not_disrupted() -> None:
+    made = renderer(trainer={"steps": 4, "replicas": 2})
+    now, drained = observed(made), gang_pod(made, 1, is_deleted=True)
+    [job] = now.workloads("trainer")
+    for other, is_disrupted in (((7, AT_10), False), ((6, AT_12), True), ((0, AT_10), True), ((None, ""), True)):
+        assert replace(now, pods=[gang_pod(made, 0, *other), drained]).is_disrupted(job) == is_disrupted
+    evicted = gang_pod(made, 1, 137, AT_11)
+    evicted["status"]["conditions"] = [{"type": "DisruptionTarget", "status": "True"}]
+    assert replace(now, pods=[gang_pod(made, 0, 6, AT_11), evicted]).is_disrupted(job)
+
+
+def test_the_pods_of_a_trainer_are_named_by_their_replica() -> None:
+    made = renderer(trainer={"steps": 4, "replicas": 2})
+    second = gang_pod(made, 1)
+    second["spec"] = made.workloads(1)["trainer"]["spec"]["template"]["spec"]
+    assert instances_of(second) == ["trainer-1"]
+
+
+def test_the_status_says_how_many_replicas_of_the_trainer_are_ready() -> None:
+    made = renderer(trainer={"steps": 4, "replicas": 2})
+    status = new_status(observed(made), made, Verdict())
+    assert status["trainer"] == {"replicas": 2, "readyReplicas": 1}
+    assert condition(status, "TrainerReady")["message"] == "trainer 1/2"

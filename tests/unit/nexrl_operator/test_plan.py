@@ -10,8 +10,9 @@ import pytest
 from nexrl.spec.marks import may_change
 from nexrl.spec.schema import schema_view
 from nexrl.spec.section import LIVE
+from nexrl_operator.api_objects import attempt_of, rfc3339
 from nexrl_operator.network_policy import network_policy
-from nexrl_operator.observed import Observed, Seen, attempt_of, rfc3339
+from nexrl_operator.observed import Observed, Seen
 from nexrl_operator.plan import Plan, Stage, make_plan
 from nexrl_operator.revisions import REVISION, template_revision
 from nexrl_operator.status import Verdict, new_status, rejected

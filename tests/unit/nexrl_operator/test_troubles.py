@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from nexrl_operator.api_objects import rfc3339
 from nexrl_operator.objects import Owner
-from nexrl_operator.observed import Observed, rfc3339
+from nexrl_operator.observed import Observed
 from nexrl_operator.troubles import START_SECONDS, find_trouble, next_trouble_seconds
 
 Object = dict[str, Any]

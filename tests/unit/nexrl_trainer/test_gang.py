@@ -9,10 +9,18 @@ import pytest
 from nexrl.rpc.server import ServiceProcess
 from nexrl.weights.transport import listening_store
 from nexrl_trainer import gang, server
-from nexrl_trainer.gang import LOOPBACK, Gang
+from nexrl_trainer.gang import Gang
+from nexrl_trainer.rank_processes import RankProcess
+from nexrl_trainer.ranks import LOOPBACK
 from tests.support.services import settings, small_experiment
 
 RANKS_CODE = 7
+
+
+def gang_of(*processes: Any) -> Gang:
+    """The gang of rank 0 and these processes."""
+    members = [RankProcess.watched(rank, process) for rank, process in enumerate(processes, 1)]
+    return Gang(listening_store(LOOPBACK), LOOPBACK, 1 + len(processes), members)
 
 
 async def test_a_rank_that_ends_while_the_ranks_join_is_the_reason_of_the_end(
@@ -25,7 +33,7 @@ async def test_a_rank_that_ends_while_the_ranks_join_is_the_reason_of_the_end(
     codes: list[int] = []
 
     async def started(*_: Any) -> Gang:
-        return Gang(listening_store(LOOPBACK), [rank])
+        return gang_of(rank)
 
     def join(*_: Any) -> None:
         loop.call_soon_threadsafe(end_rank)
@@ -34,7 +42,7 @@ async def test_a_rank_that_ends_while_the_ranks_join_is_the_reason_of_the_end(
     monkeypatch.setattr(server, "start_gang", started)
     monkeypatch.setattr(gang, "join_ranks", join)
     monkeypatch.setattr(gang, "NOTICE_SECONDS", 2.0)
-    monkeypatch.setattr(gang, "_end_process", codes.append)
+    monkeypatch.setattr(gang, "end_process", codes.append)
     experiment = small_experiment(trainer={"steps": 4, "processesPerReplica": 2, "device": "cpu"})
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         await server._lead(ServiceProcess("trainer", settings(tmp_path), experiment))
@@ -59,8 +67,7 @@ async def test_the_rank_that_ended_first_is_the_reason_of_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(gang, "_end_process", codes.append)
-    processes: Any = [EndedProcess(1, unnoticed=True), EndedProcess(RANKS_CODE, unnoticed=False)]
-    await Gang(listening_store(LOOPBACK), processes).watch()
+    monkeypatch.setattr(gang, "end_process", codes.append)
+    await gang_of(EndedProcess(1, unnoticed=True), EndedProcess(RANKS_CODE, unnoticed=False)).watch()
     assert codes == [RANKS_CODE]
     assert f"rank 2 of the trainer ended with code {RANKS_CODE}" in caplog.text
