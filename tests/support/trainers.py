@@ -211,6 +211,10 @@ class World:
         trainer: int = self._trainer.pid
         return rank_pid(trainer, rank) if rank else trainer
 
+    async def has_ended(self) -> None:
+        """Wait until the process of the current trainer has ended."""
+        await self._ended.wait()
+
     async def _end(self) -> None:
         await asyncio.to_thread(self._trainer.join)
         self._ended.set()

@@ -55,33 +55,49 @@ class CheckpointMetadata:
     drops_in_a_row: int = 0
 
 
-def save_checkpoint(
-    folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, metadata: CheckpointMetadata
-) -> Path:
-    """Write `global_step_<n>` below `folder` and return its path. Once this returns, it survives a power cut.
+@dataclass(frozen=True)
+class HeldCheckpoint:
+    """A checkpoint in host memory, which is written once, while the training goes on."""
 
-    Raises AlreadyExistsError if `folder` has a checkpoint of that step, and FailedPreconditionError if `metadata.step`
-    is not the learner's step.
+    folder: Path
+    metadata: CheckpointMetadata
+    _state: LearnerState
+    _model: PreTrainedModel
+    _tokenizer: PreTrainedTokenizerBase
+
+    def write(self) -> Path:
+        """Write `global_step_<n>` below `folder` and return its path. Once this returns, it survives a power cut.
+
+        Raises AlreadyExistsError if `folder` has a checkpoint of that step.
+        """
+        final = checkpoint_path(self.folder, self.metadata.step)
+        if final.exists():
+            raise AlreadyExistsError(f"checkpoint {final} exists")
+        partial = partial_path(final)
+        shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
+        partial.mkdir(parents=True)
+        # One file, so that there is one to read back.
+        self._model.save_pretrained(partial, state_dict=dict(self._state.weights), max_shard_size="1TB")
+        self._tokenizer.save_pretrained(partial)
+        save_file(dict(self._state.training), partial / _STATE)
+        _commit(partial, self.metadata)
+        partial.rename(final)
+        fsync_path(self.folder)
+        return final
+
+
+def hold_checkpoint(
+    folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, metadata: CheckpointMetadata
+) -> HeldCheckpoint:
+    """Copy the learner's state to host memory. It must be written before the next one is copied, to the same memory.
+
+    Raises FailedPreconditionError if `metadata.step` is not the learner's step.
     """
     if metadata.step != learner.step:
         raise FailedPreconditionError(
             f"checkpoint metadata says step {metadata.step}, the learner is at {learner.step}"
         )
-    final = checkpoint_path(folder, metadata.step)
-    if final.exists():
-        raise AlreadyExistsError(f"checkpoint {final} exists")
-    partial = partial_path(final)
-    shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
-    partial.mkdir(parents=True)
-    state = learner.state()
-    # One file, so that there is one to read back.
-    learner.model.save_pretrained(partial, state_dict=dict(state.weights), max_shard_size="1TB")
-    tokenizer.save_pretrained(partial)
-    save_file(dict(state.training), partial / _STATE)
-    _commit(partial, metadata)
-    partial.rename(final)
-    fsync_path(folder)
-    return final
+    return HeldCheckpoint(folder, metadata, learner.held_state(), learner.model, tokenizer)
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:

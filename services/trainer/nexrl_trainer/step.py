@@ -25,6 +25,7 @@ from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
+from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import Objective, ObjectiveTerms, log_ratio
 from nexrl_trainer.micro_batch import MicroBatch
@@ -117,6 +118,7 @@ class Learner:
         ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         self._objective = Objective(settings.algorithm, settings.folder)
+        self._held_weights, self._held_training = HostCopies(), HostCopies()
 
     def train(self, batch: TrainBatch) -> StepMetrics:
         """Train one step on one batch. A batch without trained tokens changes no weight and still counts as a step."""
@@ -196,6 +198,11 @@ class Learner:
         training = self.ranks.gather(self.optimizer.tensors())
         weights = {name: whole[id(tensor)] for name, tensor in tensors.items() if id(tensor) in whole}
         return LearnerState(weights, {**randoms, **training})
+
+    def held_state(self) -> LearnerState:
+        """Return a copy of `state` in host memory, which the next call overwrites."""
+        state = self.state()
+        return LearnerState(self._held_weights.copy(state.weights), self._held_training.copy(state.training))
 
     def restore(self, state: LearnerState, step: int, path: Path) -> None:
         """Load what `state` returned, on any number of ranks, after `step` updates. `path`: the checkpoint it is from.

@@ -17,9 +17,9 @@ from nexrl_trainer.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
     put_aside,
-    save_checkpoint,
 )
 from nexrl_trainer.step import Learner
+from tests.support.checkpoints import save_checkpoint
 
 BuildLearner = Callable[..., Learner]
 BuildBatch = Callable[..., TrainBatch]

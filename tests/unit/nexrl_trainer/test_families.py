@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from nexrl.models import build_model
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.model import PathModel
-from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint, save_checkpoint
+from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.step import Learner, LearnerSettings
 from tests.support.batches import group_of_samples
+from tests.support.checkpoints import save_checkpoint
 from tests.support.families import FAMILIES, FAMILIES_BY_TYPE, Family, plain_logprobs
 
 ALGORITHM = AlgorithmSpec(learning_rate=1e-2, loss="reinforce")
