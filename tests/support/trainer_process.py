@@ -86,8 +86,8 @@ class _StepsMeanwhile:
             self._written = held.metadata.step
             return write(held)
 
-        Learner.optimizer_step = counted_update  # type: ignore[method-assign]
-        HeldCheckpoint.write = noted_write  # type: ignore[method-assign]
+        Learner.optimizer_step = counted_update  # type: ignore[method-assign, assignment]
+        HeldCheckpoint.write = noted_write  # type: ignore[method-assign, assignment]
 
     def wait_for(self, steps: int) -> None:
         with self._changed:

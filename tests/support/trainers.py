@@ -266,11 +266,11 @@ class World:
                 self.version = answer.committed_version  # an older one, if Redis has lost the newest steps
 
     def final_weights(self) -> bytes:
-        """Return the model file of the last checkpoint."""
+        """Return the model's files of the last checkpoint, one after the other."""
         path = find_latest_checkpoint(self.folder / "checkpoints")
         assert path is not None
         assert path.name == f"global_step_{self.experiment.spec.trainer.steps}"
-        return (path / "model.safetensors").read_bytes()
+        return b"".join(file.read_bytes() for file in sorted(path.glob("model*.safetensors")))
 
 
 @asynccontextmanager

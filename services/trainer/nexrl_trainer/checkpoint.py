@@ -3,16 +3,18 @@
     <folder>/global_step_<n>/         the weights after n updates
         config.json model.safetensors tokenizer.json ...   what `AutoModelForCausalLM.from_pretrained` opens
         training_state.safetensors    optimizer state and random-number state
+                                      of n ranks, each writes NAME-0000i-of-0000n.safetensors of both
         checkpoint.json               the commit marker, written last: metadata, SHA-256 of the other files
     <folder>/global_step_<n>.ahead-of-ledger/   never loaded again: Redis lost the batches of its last steps
 
 A checkpoint is written to `global_step_<n>.tmp`, forced to disk, and renamed. A process killed at any instruction
-leaves either the final name with all content, or no final name. Of several ranks, rank 0 gathers and writes the whole
-state, so a checkpoint does not depend on their number, and any number of ranks can load it.
-torch.distributed.checkpoint is not used because its metadata file is a pickle.
+leaves either the final name with all content, or no final name. Of several ranks, each writes its part to the same
+folder, and rank 0 the marker after all of them. Any number of ranks can load it.
+torch.distributed.checkpoint is not used because it needs pickle.
 """
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -21,17 +23,17 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nexrl.checkpoint_files import FORMAT, check_files, read_marker, sha256
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError
 from nexrl.fsync import fsync_path
 from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, checkpoint_path, checkpoints_by_step
-from nexrl_trainer.step import Learner, LearnerState
+from nexrl_trainer.held_state import MODEL, TRAINING, HeldState
+from nexrl_trainer.model_files import saved_weights
+from nexrl_trainer.step import Learner
+from nexrl_trainer.tensor_slices import SavedTensors
 
-_STATE = "training_state.safetensors"
 _PARTIAL_SUFFIX = ".tmp"
 _AHEAD_SUFFIX = ".ahead-of-ledger"
 SETTLED_SECONDS = 10.0
@@ -61,26 +63,18 @@ class HeldCheckpoint:
 
     folder: Path
     metadata: CheckpointMetadata
-    _state: LearnerState
-    _model: PreTrainedModel
+    _state: HeldState
     _tokenizer: PreTrainedTokenizerBase
 
     def write(self) -> Path:
         """Write `global_step_<n>` below `folder` and return its path. Once this returns, it survives a power cut.
 
-        Raises AlreadyExistsError if `folder` has a checkpoint of that step.
+        Of several ranks, the others have begun to write their files. Raises OSError if a rank cannot write.
         """
         final = checkpoint_path(self.folder, self.metadata.step)
-        if final.exists():
-            raise AlreadyExistsError(f"checkpoint {final} exists")
         partial = partial_path(final)
-        shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
-        partial.mkdir(parents=True)
-        # One file, so that there is one to read back.
-        self._model.save_pretrained(partial, state_dict=dict(self._state.weights), max_shard_size="1TB")
         self._tokenizer.save_pretrained(partial)
-        save_file(dict(self._state.training), partial / _STATE)
-        _commit(partial, self.metadata)
+        _commit(partial, self.metadata, self._state.write(partial))
         partial.rename(final)
         fsync_path(self.folder)
         return final
@@ -91,13 +85,20 @@ def hold_checkpoint(
 ) -> HeldCheckpoint:
     """Copy the learner's state to host memory. It must be written before the next one is copied, to the same memory.
 
-    Raises FailedPreconditionError if `metadata.step` is not the learner's step.
+    Raises FailedPreconditionError if `metadata.step` is not the learner's step, and AlreadyExistsError if `folder` has
+    a checkpoint of that step.
     """
     if metadata.step != learner.step:
         raise FailedPreconditionError(
             f"checkpoint metadata says step {metadata.step}, the learner is at {learner.step}"
         )
-    return HeldCheckpoint(folder, metadata, learner.held_state(), learner.model, tokenizer)
+    final = checkpoint_path(folder, metadata.step)
+    if final.exists():
+        raise AlreadyExistsError(f"checkpoint {final} exists")
+    partial = partial_path(final)
+    shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
+    partial.mkdir(parents=True)
+    return HeldCheckpoint(folder, metadata, learner.hold_state(partial), tokenizer)
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
@@ -110,13 +111,14 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
     """Load weights, optimizer, step and random-number state into `learner`.
 
     Raises NotFoundError if `path` is not a complete checkpoint, and FailedPreconditionError if a file is damaged or the
-    checkpoint is of another model. The learner is unchanged then. Needs memory for a second copy of the weights.
+    checkpoint is of another model. The learner is unchanged then. Each rank reads its slices; rank 0 also checks the
+    files.
     """
     metadata = read_metadata(path)
-    check_files(path)
-    weights = _load_weights(path)
-    _check_weights(path, weights, learner.model)
-    learner.restore(LearnerState(weights, load_file(path / _STATE)), metadata.step, path)
+    if learner.ranks.rank == 0:
+        check_files(path)
+    weights = saved_weights(path, _files(path, MODEL), learner.model)
+    learner.restore(weights, SavedTensors.in_files(path, _files(path, TRAINING)), metadata.step, path)
     return metadata
 
 
@@ -171,35 +173,20 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in checkpoints_by_step(folder).values() if (path / CHECKPOINT_MARKER).is_file()]
 
 
-def _commit(partial: Path, metadata: CheckpointMetadata) -> None:
-    """Force all files to disk, then write the marker."""
-    files = sorted(path for path in partial.iterdir() if path.is_file())
-    for path in files:
+def _files(path: Path, name: str) -> list[Path]:
+    """Return the tensor files of this name that the checkpoint is made of, one for each rank that wrote it."""
+    return [
+        path / file for file in read_marker(path)["sha256"] if re.fullmatch(rf"{name}(-\d+-of-\d+)?\.safetensors", file)
+    ]
+
+
+def _commit(partial: Path, metadata: CheckpointMetadata, written: Mapping[str, str]) -> None:
+    """Force all files to disk, then write the marker. `written`: the digests of those that are on disk already."""
+    digests = dict(written)
+    for path in sorted(path for path in partial.iterdir() if path.name not in written):
         fsync_path(path)
-    digests = {path.name: sha256(path) for path in files}
+        digests[path.name] = sha256(path)
     marker = {"format": FORMAT, "metadata": asdict(metadata), "sha256": digests}
     (partial / CHECKPOINT_MARKER).write_text(json.dumps(marker, indent=2))
     fsync_path(partial / CHECKPOINT_MARKER)
     fsync_path(partial)
-
-
-def _load_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights by the model's own names. The file has other names and shapes for some of them."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
-    model, report = loaded
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in report["missing_keys"]}
-
-
-def _check_weights(path: Path, weights: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-    wanted = {name: _kind(tensor) for name, tensor in model.state_dict().items()}
-    found = {name: _kind(tensor) for name, tensor in weights.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise FailedPreconditionError(
-                f"checkpoint {path} is of another model: {name} is {found.get(name, 'nothing')}, "
-                f"not {wanted.get(name, 'nothing')}"
-            )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"

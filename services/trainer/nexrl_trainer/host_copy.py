@@ -1,6 +1,6 @@
 """Copies of tensors in host memory. Training goes on while a copy is written to disk."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,16 +12,10 @@ class HostCopies:
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies on the CPU, which overwrite those of the call before. A tensor of several names stays one."""
-        copied: dict[int, Tensor] = {}
-        copies: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if id(tensor) not in copied:
-                copied[id(tensor)] = self._memory(name, tensor).copy_(tensor.detach())
-            copies[name] = copied[id(tensor)]
-        self._kept = copies
-        return copies
+    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return copies on the CPU, which overwrite those of the call before. Takes one tensor after the other."""
+        self._kept = {name: self._memory(name, tensor).copy_(tensor.detach()) for name, tensor in tensors}
+        return self._kept
 
     def _memory(self, name: str, tensor: Tensor) -> Tensor:
         kept = self._kept.get(name)
