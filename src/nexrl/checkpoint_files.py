@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,9 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tensor_files(path: Path, name: str) -> list[Path]:
+    """Return the safetensors files of this name in the checkpoint at `path`, one for each rank that wrote it."""
+    files = read_marker(path)["sha256"]
+    return [path / file for file in files if re.fullmatch(rf"{name}(-\d+-of-\d+)?\.safetensors", file)]

@@ -62,4 +62,5 @@ def figures(run: Run) -> np.ndarray:
 
 
 def weights(run: Run) -> dict[str, np.ndarray]:
-    return load_file(run.folder / "checkpoints" / f"global_step_{STEPS}" / "model.safetensors")
+    files = (run.folder / "checkpoints" / f"global_step_{STEPS}").glob("model*.safetensors")
+    return {name: weight for file in files for name, weight in load_file(file).items()}

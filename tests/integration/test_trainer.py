@@ -1,6 +1,7 @@
 """The trainer against the real pool: killed between any two calls it makes the same steps; training as a service."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, NotFoundError
+from nexrl.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    LeaseLostError,
+    NotFoundError,
+)
 from nexrl.models import iter_weights
 from nexrl.rpc.client import call, connect
 from nexrl.rpc.server import ServiceProcess
@@ -18,9 +25,10 @@ from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import encode_train_batch
 from nexrl.v1 import trainer_service_pb2 as pb
 from nexrl.v1.trainer_service_pb2_grpc import TrainerServiceStub, add_TrainerServiceServicer_to_server
-from nexrl_trainer.checkpoint import find_latest_checkpoint
+from nexrl_trainer.checkpoint import HeldCheckpoint, find_latest_checkpoint, read_metadata
 from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.service import TrainerServicer
+from tests.support.eventually import eventually
 from tests.support.services import running_service
 from tests.support.training import CALL_SECONDS, STEPS, KillAt, RecordingLearner, World, building_worlds
 
@@ -120,6 +128,57 @@ async def test_a_stop_waits_for_the_step_in_hand_and_saves_it(build: Callable[[s
     path = find_latest_checkpoint(world.folder / "checkpoints")
     assert path is not None
     assert path.name == "global_step_1"
+
+
+@pytest.mark.guide("J10")
+async def test_steps_are_made_while_a_checkpoint_is_written_and_a_stop_waits_for_it(
+    build: Callable[[str], Awaitable[World]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), HeldCheckpoint.write
+
+    def write_late(held: HeldCheckpoint) -> Path:
+        assert may_write.wait(CALL_SECONDS)
+        return write(held)
+
+    monkeypatch.setattr(HeldCheckpoint, "write", write_late)
+    world = await build("beside")
+    checkpoints = world.folder / "checkpoints"
+    async with connect(world.pool.address) as channel:
+        worker = world.worker(channel)
+        processor = world.processor(channel, worker)
+        tasks = [asyncio.create_task(worker.run()), asyncio.create_task(processor.run())]
+
+        async def is_next_checkpoint_due() -> bool:
+            return worker.learner.step == STEPS and worker.doing == "checkpoint"
+
+        await eventually(is_next_checkpoint_due, CALL_SECONDS)
+        assert find_latest_checkpoint(checkpoints) is None
+        stopping = asyncio.create_task(worker.stop())
+        may_write.set()
+        await stopping
+        assert find_latest_checkpoint(checkpoints) == checkpoints / f"global_step_{STEPS}"
+        assert (await world.pool.state()).durable == 16
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    first, last = (read_metadata(checkpoints / f"global_step_{step}") for step in (2, STEPS))
+    assert (first.batch_ids, last.batch_ids) == ((0, 1), (2, 3))
+    assert first.cursor["position"] < last.cursor["position"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_training_with_the_reason(
+    build: Callable[[str], Awaitable[World]],
+) -> None:
+    world = await build("refused")
+    (world.folder / "checkpoints/global_step_2").mkdir(parents=True)
+    async with connect(world.pool.address) as channel:
+        worker = world.worker(channel)
+        processing = asyncio.create_task(world.processor(channel, worker).run())
+        with pytest.raises(AlreadyExistsError, match="global_step_2 exists"):
+            await worker.run()
+        processing.cancel()
+        await asyncio.wait([processing])
+    assert (await world.pool.state()).durable == 0
 
 
 async def test_a_trainer_that_was_replaced_ends_and_saves_nothing(build: Callable[[str], Awaitable[World]]) -> None:

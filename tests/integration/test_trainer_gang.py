@@ -50,7 +50,7 @@ async def undisturbed(folder: Path, redis_url: str, name: str, ranks: int) -> Wo
 def newest_weights(world: World) -> Weights:
     path = find_latest_checkpoint(world.folder / "checkpoints")
     assert path is not None
-    return load_file(path / "model.safetensors")
+    return {name: weight for file in path.glob("model*.safetensors") for name, weight in load_file(file).items()}
 
 
 def assert_close(weights: Weights, expected: Weights) -> None:

@@ -6,6 +6,7 @@ What the weights are made of, the sequence of (step, sample ids), is recorded fr
 import asyncio
 import os
 import random
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 
 from nexrl.rpc.client import call
 from nexrl.spec import Experiment
+from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl_trainer.checkpoint import SETTLED_SECONDS, find_latest_checkpoint, read_metadata
 from nexrl_weight_sync import weight_sync
+from tests.support.eventually import eventually
 from tests.support.forgetful_redis import ForgetfulRedis, forgetful_redis
 from tests.support.pool import CALL_SECONDS, TAG
 from tests.support.services import small_experiment
@@ -104,9 +107,18 @@ def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call]
     if loss.first is not None:
         to_come.insert(0, (Death(*loss.first, is_seen=False), redis.remember))
 
-    is_another_there = asyncio.Event()
+    is_another_there, committed_steps = asyncio.Event(), 0
+
+    async def is_checkpoint_committed() -> bool:
+        made = len(world.steps)
+        return made % EVERY_STEPS != 0 or made in (world.resumed_from[-1], committed_steps)
 
     async def step_in(call: Call) -> None:
+        nonlocal committed_steps
+        if call.name == "CommitCheckpoint" and call.response is not None:
+            committed_steps = train_pb.CommitCheckpointRequest.FromString(call.request).steps
+        if to_come and call.name == "LeaseTrainBatch" and call.response is None:
+            await eventually(is_checkpoint_committed)  # else it is a race how many steps are lost
         if to_come:
             if to_come[0][0].is_due(call, len(world.steps)):
                 await asyncio.to_thread(to_come.pop(0)[1])
@@ -114,6 +126,25 @@ def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call]
             is_another_there.set()
         elif call.name == "AckTrainBatch" and loss.is_replaced:
             await is_another_there.wait()
+
+    return step_in
+
+
+def killing_after_a_step_before_the_commit(world: World) -> Callable[[Call], Awaitable[None]]:
+    """Kills the trainer, once, when it has a complete checkpoint that is not committed, and has made a later step."""
+    committing, killed = asyncio.Event(), False
+
+    async def step_in(call: Call) -> None:
+        nonlocal killed
+        if killed:
+            return
+        if call.name == "CommitCheckpoint" and call.response is None:
+            committing.set()
+            await world.has_ended()
+            raise asyncio.CancelledError  # the caller is dead, so no answer is needed
+        if call.name == "AckTrainBatch" and call.response is not None and committing.is_set():
+            killed = True
+            world.signal_rank(0, signal.SIGKILL)
 
     return step_in
 
@@ -167,7 +198,9 @@ async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_o
         assert await world.live(Death("AckTrainBatch", 3, is_seen=True)) == KILLED
         # Of the checkpoint's own files the first and the last; its marker; its folder, before and after the rename.
         for write in (1, files - 1, files, files + 1, files + 2):
-            assert await world.live(Suicide("sync to disk", write)) == KILLED
+            assert await world.live(Suicide("sync to disk", write, steps_meanwhile=1)) == KILLED
+        world.before_call = killing_after_a_step_before_the_commit(world)
+        assert await world.live() == KILLED
         for call_number in (1, 2, 3):
             assert await world.live(Suicide("update", call_number)) == KILLED
         for call_number in (1, 2, 3):  # the first is of the writer; then the one before the last checkpoint goes

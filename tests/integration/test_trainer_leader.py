@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.support import leader_process
 from tests.support.leader_process import Done, Work
@@ -66,12 +67,29 @@ def assert_close(found: Done, expected: Done) -> None:
     np.testing.assert_allclose(weights, wanted_weights, rtol=0, atol=WEIGHT_TOLERANCE)
 
 
+def assert_holds_its_half_only(checkpoint: Path) -> None:
+    """Check that each of two ranks has written about half of the weights, and only its slices of the optimizer."""
+    weights, states = (
+        [load_file(checkpoint / f"{name}-0000{rank}-of-00002.safetensors") for rank in (1, 2)]
+        for name in ("model", "training_state")
+    )
+    for tensors in (weights, states):
+        first, second = (sum(tensor.nbytes for tensor in each.values()) for each in tensors)
+        assert 0.3 < first / (first + second) < 0.7
+    whole = {name: tensor.shape for each in weights for name, tensor in each.items()}
+    for state in states:
+        moments = {name: tensor for name, tensor in state.items() if name.startswith("exp_avg.")}
+        assert moments
+        assert all(len(moment) < whole[name.removeprefix("exp_avg.")][0] for name, moment in moments.items())
+
+
 def test_a_checkpoint_of_two_ranks_continues_on_one_on_four_and_bit_for_bit_on_two(tmp_path: Path) -> None:
     case = RankCase(STEPS, {"loss": "ppo_clip", "kl_coefficient": 0.1})
     whole, alone = done(tmp_path, 2, Work(case)), done(tmp_path, 1, Work(case))
     assert_close(whole, alone)
     first = RankCase(STEPS[:3], case.algorithm)
     done(tmp_path, 2, Work(first, save_in=tmp_path))
+    assert_holds_its_half_only(tmp_path / "global_step_3")
     rest = Work(case, first=3, begin=tmp_path / "global_step_3")
     assert done(tmp_path, 2, rest) == Done(whole.figures[3:], whole.weights, [])
     for size in (1, 4):

@@ -14,10 +14,11 @@ from nexrl.errors import NexrlError
 from nexrl.parent_death import PR_SET_PDEATHSIG
 from nexrl.tokenizers import build_tokenizer
 from nexrl.weights.packing import Snapshot
-from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint, save_checkpoint
+from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint
 from nexrl_trainer.leader import Leader, run_commands
 from nexrl_trainer.ranks import ONE_RANK, join_ranks
 from nexrl_trainer.step import Learner
+from tests.support.checkpoints import save_checkpoint
 from tests.support.rank_process import RankCase
 
 BUCKET_BYTES = 1000

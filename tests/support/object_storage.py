@@ -104,7 +104,7 @@ def checkpoint(folder: Path, step: int, content: str = "") -> Path:
     path = folder / f"global_step_{step}"
     path.mkdir(parents=True)
     digests = {}
-    for name in ("config.json", "model.safetensors"):
+    for name in ("config.json", "model.safetensors", "training_state-00001-of-00002.safetensors"):
         (path / name).write_text(content or f"{name} {step}")
         digests[name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
     marker = {"format": 1, "metadata": {"step": step, "batch_ids": []}, "sha256": digests}

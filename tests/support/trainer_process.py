@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,11 @@ from typing import Any, NamedTuple
 from nexrl.parent_death import PR_SET_PDEATHSIG
 from nexrl.storage import RunStorage
 from nexrl_trainer import checkpoint, server
+from nexrl_trainer.checkpoint import HeldCheckpoint
 from nexrl_trainer.step import Learner
+from nexrl_trainer.step_metrics import OptimizerMetrics
+
+MEANWHILE_SECONDS = 60.0
 
 POINTS: Mapping[str, tuple[Any, str]] = {
     "update": (Learner, "update"),  # gradients exist, but no weight has changed yet
@@ -23,10 +28,15 @@ POINTS: Mapping[str, tuple[Any, str]] = {
 
 
 class Suicide(NamedTuple):
-    """The process kills itself instead of making call number `call` (from 1) at one of POINTS."""
+    """The process kills itself instead of making call number `call` (from 1) at one of POINTS.
+
+    With `steps_meanwhile`, the call is made by the thread that writes a checkpoint. It first waits until the trainer
+    has made so many more steps than the checkpoint contains.
+    """
 
     point: str
     call: int
+    steps_meanwhile: int = 0
 
 
 def main(environment: Mapping[str, str], log: Path, suicide: Suicide | None, settled_seconds: float) -> None:
@@ -42,15 +52,44 @@ def main(environment: Mapping[str, str], log: Path, suicide: Suicide | None, set
     server.main()
 
 
-def _arm(point: str, call: int) -> None:
+def _arm(point: str, call: int, steps_meanwhile: int) -> None:
     owner, name = POINTS[point]
     real, left = getattr(owner, name), call
+    steps = _StepsMeanwhile() if steps_meanwhile else None
 
     def armed(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
+            if steps is not None:
+                steps.wait_for(steps_meanwhile)
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **options)
 
     setattr(owner, name, armed)
+
+
+class _StepsMeanwhile:
+    """Counts the steps that are made while a checkpoint is being written."""
+
+    def __init__(self) -> None:
+        self._made, self._written, self._changed = 0, 0, threading.Condition()
+        update, write = Learner.optimizer_step, HeldCheckpoint.write
+
+        def counted_update(learner: Learner) -> OptimizerMetrics:
+            metrics = update(learner)
+            with self._changed:
+                self._made = learner.step
+                self._changed.notify_all()
+            return metrics
+
+        def noted_write(held: HeldCheckpoint) -> Path:
+            self._written = held.metadata.step
+            return write(held)
+
+        Learner.optimizer_step = counted_update  # type: ignore[method-assign, assignment]
+        HeldCheckpoint.write = noted_write  # type: ignore[method-assign, assignment]
+
+    def wait_for(self, steps: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._made >= self._written + steps, MEANWHILE_SECONDS)

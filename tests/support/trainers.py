@@ -235,6 +235,10 @@ class World:
         main: int = self._mains[rank // self.experiment.spec.trainer.processes_per_replica].pid
         return rank_pid(main, rank) if rank else main
 
+    async def has_ended(self) -> None:
+        """Wait until the process of the current trainer has ended."""
+        await self._ended.wait()
+
     async def _end(self) -> None:
         for main in self._mains:
             await asyncio.to_thread(main.join)
@@ -290,11 +294,11 @@ class World:
                 self.version = answer.committed_version  # an older one, if Redis has lost the newest steps
 
     def final_weights(self) -> bytes:
-        """Return the model file of the last checkpoint."""
+        """Return the model's files of the last checkpoint, one after the other."""
         path = find_latest_checkpoint(self.folder / "checkpoints")
         assert path is not None
         assert path.name == f"global_step_{self.experiment.spec.trainer.steps}"
-        return (path / "model.safetensors").read_bytes()
+        return b"".join(file.read_bytes() for file in sorted(path.glob("model*.safetensors")))
 
 
 @asynccontextmanager

@@ -136,6 +136,7 @@ class World:
             results = await asyncio.gather(training, processing, return_exceptions=True)
             if not is_finished:  # a real kill ends the threads too, and one of them may be writing a checkpoint
                 await asyncio.to_thread(worker._torch.shutdown, cancel_futures=True)
+                await _kill_writer(worker)
             unexpected = [r for r in results if isinstance(r, Exception) and not isinstance(r, KilledError)]
             assert not unexpected
         return worker if is_finished else None
@@ -189,3 +190,11 @@ async def building_worlds(folder: Path, redis_url: str, name: str) -> AsyncItera
             return world
 
         yield start
+
+
+async def _kill_writer(worker: TrainWorker) -> None:
+    writer = worker._writer
+    if writer._writing is not None:
+        writer._writing.cancel()
+        await asyncio.gather(writer._writing, return_exceptions=True)
+    await asyncio.to_thread(writer._thread.shutdown, cancel_futures=True)

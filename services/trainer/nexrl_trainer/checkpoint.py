@@ -4,13 +4,14 @@
         config.json model.safetensors tokenizer.json ...   what `AutoModelForCausalLM.from_pretrained` opens; of an
                                       adapter, what PEFT opens (`trained_weights.py`)
         training_state.safetensors    optimizer state and random-number state
+                                      of n ranks, each writes NAME-0000i-of-0000n.safetensors of both
         checkpoint.json               the commit marker, written last: metadata, SHA-256 of the other files
     <folder>/global_step_<n>.ahead-of-ledger/   never loaded again: Redis lost the batches of its last steps
 
 A checkpoint is written to `global_step_<n>.tmp`, forced to disk, and renamed. A process killed at any instruction
-leaves either the final name with all content, or no final name. Of several ranks, rank 0 gathers and writes the whole
-state, so a checkpoint does not depend on their number, and any number of ranks can load it.
-torch.distributed.checkpoint is not used because its metadata file is a pickle.
+leaves either the final name with all content, or no final name. Of several ranks, each writes its part to the same
+folder, and rank 0 the marker after all of them. Any number of ranks can load it.
+torch.distributed.checkpoint is not used because it needs pickle.
 """
 
 import json
@@ -22,17 +23,16 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nexrl.checkpoint_files import FORMAT, check_files, read_marker, sha256
+from nexrl.checkpoint_files import FORMAT, check_files, read_marker, sha256, tensor_files
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError
 from nexrl.fsync import fsync_path
 from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, checkpoint_path, checkpoints_by_step
-from nexrl_trainer.step import Learner, LearnerState
+from nexrl_trainer.held_state import TRAINING, HeldState
+from nexrl_trainer.step import Learner
+from nexrl_trainer.tensor_slices import SavedTensors
 
-_STATE = "training_state.safetensors"
 _PARTIAL_SUFFIX = ".tmp"
 _AHEAD_SUFFIX = ".ahead-of-ledger"
 SETTLED_SECONDS = 10.0
@@ -56,13 +56,36 @@ class CheckpointMetadata:
     drops_in_a_row: int = 0
 
 
-def save_checkpoint(
-    folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, metadata: CheckpointMetadata
-) -> Path:
-    """Write `global_step_<n>` below `folder` and return its path. Once this returns, it survives a power cut.
+@dataclass(frozen=True)
+class HeldCheckpoint:
+    """A checkpoint in host memory, which is written once, while the training goes on."""
 
-    Raises AlreadyExistsError if `folder` has a checkpoint of that step, and FailedPreconditionError if `metadata.step`
-    is not the learner's step.
+    folder: Path
+    metadata: CheckpointMetadata
+    _state: HeldState
+    _tokenizer: PreTrainedTokenizerBase
+
+    def write(self) -> Path:
+        """Write `global_step_<n>` below `folder` and return its path. Once this returns, it survives a power cut.
+
+        Of several ranks, the others have begun to write their files. Raises OSError if a rank cannot write.
+        """
+        final = checkpoint_path(self.folder, self.metadata.step)
+        partial = partial_path(final)
+        self._tokenizer.save_pretrained(partial)
+        _commit(partial, self.metadata, self._state.write(partial))
+        partial.rename(final)
+        fsync_path(self.folder)
+        return final
+
+
+def hold_checkpoint(
+    folder: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, metadata: CheckpointMetadata
+) -> HeldCheckpoint:
+    """Copy the learner's state to host memory. It must be written before the next one is copied, to the same memory.
+
+    Raises FailedPreconditionError if `metadata.step` is not the learner's step, and AlreadyExistsError if `folder` has
+    a checkpoint of that step.
     """
     if metadata.step != learner.step:
         raise FailedPreconditionError(
@@ -74,14 +97,7 @@ def save_checkpoint(
     partial = partial_path(final)
     shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
     partial.mkdir(parents=True)
-    state = learner.state()
-    learner.trained.save(state.weights, partial)
-    tokenizer.save_pretrained(partial)
-    save_file(dict(state.training), partial / _STATE)
-    _commit(partial, metadata)
-    partial.rename(final)
-    fsync_path(folder)
-    return final
+    return HeldCheckpoint(folder, metadata, learner.hold_state(partial), tokenizer)
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
@@ -94,13 +110,14 @@ def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:
     """Load weights, optimizer, step and random-number state into `learner`.
 
     Raises NotFoundError if `path` is not a complete checkpoint, and FailedPreconditionError if a file is damaged or the
-    checkpoint is of another model. The learner is unchanged then. Needs memory for a second copy of the weights.
+    checkpoint is of another model. The learner is unchanged then. Each rank reads its slices; rank 0 also checks the
+    files.
     """
     metadata = read_metadata(path)
-    check_files(path)
-    weights = learner.trained.load(path)
-    _check_weights(path, weights, learner.trained.tensors())
-    learner.restore(LearnerState(weights, load_file(path / _STATE)), metadata.step, path)
+    if learner.ranks.rank == 0:
+        check_files(path)
+    weights = learner.trained.saved(path)
+    learner.restore(weights, SavedTensors.in_files(path, tensor_files(path, TRAINING)), metadata.step, path)
     return metadata
 
 
@@ -155,28 +172,13 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in checkpoints_by_step(folder).values() if (path / CHECKPOINT_MARKER).is_file()]
 
 
-def _commit(partial: Path, metadata: CheckpointMetadata) -> None:
-    """Force all files to disk, then write the marker."""
-    files = sorted(path for path in partial.iterdir() if path.is_file())
-    for path in files:
+def _commit(partial: Path, metadata: CheckpointMetadata, written: Mapping[str, str]) -> None:
+    """Force all files to disk, then write the marker. `written`: the digests of those that are on disk already."""
+    digests = dict(written)
+    for path in sorted(path for path in partial.iterdir() if path.name not in written):
         fsync_path(path)
-    digests = {path.name: sha256(path) for path in files}
+        digests[path.name] = sha256(path)
     marker = {"format": FORMAT, "metadata": asdict(metadata), "sha256": digests}
     (partial / CHECKPOINT_MARKER).write_text(json.dumps(marker, indent=2))
     fsync_path(partial / CHECKPOINT_MARKER)
     fsync_path(partial)
-
-
-def _check_weights(path: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    wanted = {name: _kind(tensor) for name, tensor in own.items()}
-    found = {name: _kind(tensor) for name, tensor in weights.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise FailedPreconditionError(
-                f"checkpoint {path} is of another model: {name} is {found.get(name, 'nothing')}, "
-                f"not {wanted.get(name, 'nothing')}"
-            )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"

@@ -4,6 +4,7 @@ Before each method that communicates, rank 0 broadcasts a RankCommand. Then all 
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from nexrl.weights.gather import gathered_snapshot
 from nexrl.weights.packing import Snapshot
 from nexrl_trainer.checkpoint import load_checkpoint
 from nexrl_trainer.gang import end_for, wait_for_gang_end
-from nexrl_trainer.step import Learner, LearnerState
+from nexrl_trainer.held_state import HeldState
+from nexrl_trainer.step import Learner
 from nexrl_trainer.step_metrics import LossMetrics, OptimizerMetrics
+from nexrl_trainer.tensor_slices import SavedTensors
 
 
 class Leader(Learner):
@@ -76,15 +79,15 @@ class Leader(Learner):
             assert gathered is not None
             return gathered.of_base(self.trained.base_digest)
 
-    def state(self) -> LearnerState:
-        """As on a single rank."""
-        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_GATHER_STATE)):
-            return super().state()
+    def hold_state(self, folder: Path) -> HeldState:
+        """As on a single rank. The other ranks write theirs as soon as they have copied it."""
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_SAVE, checkpoint=str(folder))):
+            return super().hold_state(folder)
 
-    def restore(self, state: LearnerState, step: int, path: Path) -> None:
+    def restore(self, weights: SavedTensors, training: SavedTensors, step: int, path: Path) -> None:
         """As on a single rank. The other ranks read the checkpoint at `path`."""
         with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_RESTORE, checkpoint=str(path))):
-            super().restore(state, step, path)
+            super().restore(weights, training, step, path)
 
     @contextmanager
     def _together(self, command: pb.RankCommand) -> Iterator[None]:
@@ -104,19 +107,20 @@ def run_commands(learner: Learner) -> None:
 
     Raises what the learner raises, unless all ranks raise it.
     """
-    while True:
-        _execute(learner, pb.RankCommand.FromString(learner.ranks.broadcast(None)))
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as writing:
+        while True:
+            _execute(learner, pb.RankCommand.FromString(learner.ranks.broadcast(None)), writing)
 
 
-def _execute(learner: Learner, command: pb.RankCommand) -> None:
+def _execute(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecutor) -> None:
     try:
-        _call(learner, command)
+        _call(learner, command, writing)
     except TrainingFailedError as error:
         if not _is_of_all_ranks(error):
             raise
 
 
-def _call(learner: Learner, command: pb.RankCommand) -> None:
+def _call(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecutor) -> None:
     match command.verb:
         case pb.RankCommand.VERB_FORWARD:
             learner.forward(decode_train_batch(command.tensors))
@@ -132,8 +136,9 @@ def _call(learner: Learner, command: pb.RankCommand) -> None:
             learner.end_step()
         case pb.RankCommand.VERB_GATHER_WEIGHTS:
             _gather_weights(learner, command.bucket_bytes)
-        case pb.RankCommand.VERB_GATHER_STATE:
-            learner.state()
+        case pb.RankCommand.VERB_SAVE:
+            folder = Path(command.checkpoint)
+            writing.submit(learner.hold_state(folder).write, folder)  # rank 0 learns of its errors
         case pb.RankCommand.VERB_RESTORE:
             load_checkpoint(Path(command.checkpoint), learner)
         case unknown:

@@ -1,6 +1,8 @@
 """The train worker: one training loop, top to bottom.
 
 resume -> publish -> (lease -> train -> ack -> publish -> checkpoint when due)* -> last checkpoint -> done
+
+A checkpoint is copied to host memory between two steps, and written beside the steps that follow.
 """
 
 import asyncio
@@ -32,12 +34,13 @@ from nexrl.weights.publisher import WeightPublisher
 from nexrl_trainer.checkpoint import (
     CheckpointMetadata,
     find_latest_checkpoint,
+    hold_checkpoint,
     load_checkpoint,
     prune_checkpoints,
     put_aside,
     read_metadata,
-    save_checkpoint,
 )
+from nexrl_trainer.checkpoint_writer import CheckpointWriter
 from nexrl_trainer.step import Learner
 from nexrl_trainer.uploads import END_SECONDS, Uploads
 
@@ -92,6 +95,7 @@ class TrainWorker:
         self._publisher = publisher
         self._activity = activity
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._writer = CheckpointWriter(activity)
         self.weights_lock = asyncio.Lock()
         """Held while weights are changed, sent or used in a forward pass."""
         # Held from a batch to its checkpoint: a stop waits for it, so that it finds whole steps only.
@@ -125,7 +129,7 @@ class TrainWorker:
                     await self._report_failure(batch, error)
                     continue
                 if self._is_checkpoint_due():
-                    await self.save_checkpoint()
+                    await self._begin_checkpoint()
         self._refuse_to_end_untrained()
         async with self._step_in_hand:
             await self.save_checkpoint()
@@ -160,33 +164,14 @@ class TrainWorker:
         return await self.in_torch_thread(lambda: self.learner.snapshot(bucket_bytes, replaced))
 
     async def save_checkpoint(self) -> Path:
-        """Write `global_step_<n>`, then tell the pool that its train batches are no longer needed.
+        """Write `global_step_<n>`, and return its path when it is complete and the ledger knows it.
 
         Raises AlreadyExistsError when the folder has other weights of that step, LeaseLostError when the ledger has
         no record of these steps.
         """
-        path = checkpoint_path(self._checkpoints.folder, self.learner.step)
-        with self._phase("checkpoint"):
-            if self.learner.step != self._checkpointed_step:
-                metadata = CheckpointMetadata(
-                    step=self.learner.step,
-                    batch_ids=tuple(self._trained_since_checkpoint),
-                    cursor={"position": self._data_cursor},
-                    model_tag=self.spec.model.tag,
-                    drops_in_a_row=self._drops_in_a_row,
-                )
-                folder = self._checkpoints.folder
-                await self.in_torch_thread(
-                    lambda: save_checkpoint(folder, self.learner, self._checkpoints.tokenizer, metadata)
-                )
-            self._checkpointed_step = self.learner.step
-            # Steps made through the Trainer RPCs have no train batch to commit.
-            if self.learner.step == self._acked_steps:
-                await self._commit_checkpoint()
-            self._trained_since_checkpoint.clear()
-        if self._uploads is not None:
-            self._uploads.add(path)
-        return path
+        await self._begin_checkpoint()
+        await self._writer.finish()
+        return checkpoint_path(self._checkpoints.folder, self.learner.step)
 
     async def stop(self) -> None:
         """Finish the running step, and save a checkpoint if it is not saved yet. The loop is cancelled next."""
@@ -197,17 +182,43 @@ class TrainWorker:
 
     async def load_checkpoint(self, path: Path) -> None:
         """Load a checkpoint into the learner, and note the position in the data at which to continue."""
+        await self._writer.finish()
         metadata = await self.in_torch_thread(lambda: load_checkpoint(path, self.learner))
         self._data_cursor = int(metadata.cursor.get("position", 0))
         self._drops_in_a_row = metadata.drops_in_a_row
         self._checkpointed_step = self.learner.step if path.parent == self._checkpoints.folder else -1
         log.info("loaded %s", path)
 
-    async def _commit_checkpoint(self) -> None:
-        await self._ask_ledger(self._pool.commit(self.learner.step))
-        # Delete older checkpoints last: until the commit, the ledger resumes from one of them.
-        in_use = self._uploads.in_use if self._uploads else None
-        await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep, in_use)
+    async def _begin_checkpoint(self) -> None:
+        """Copy the state, and write it beside the next steps. Waits for the checkpoint that is being written."""
+        with self._phase("checkpoint"):
+            await self._writer.finish()
+            metadata = CheckpointMetadata(
+                step=self.learner.step,
+                batch_ids=tuple(self._trained_since_checkpoint),
+                cursor={"position": self._data_cursor},
+                model_tag=self.spec.model.tag,
+                drops_in_a_row=self._drops_in_a_row,
+            )
+            # Steps made through the Trainer RPCs have no train batch to commit.
+            is_acked = self.learner.step == self._acked_steps
+            if self.learner.step == self._checkpointed_step:
+                return await self._commit_checkpoint(metadata, is_acked=is_acked)
+            folder, tokenizer = self._checkpoints.folder, self._checkpoints.tokenizer
+            held = await self.in_torch_thread(lambda: hold_checkpoint(folder, self.learner, tokenizer, metadata))
+            self._writer.begin(held.write, lambda: self._commit_checkpoint(metadata, is_acked=is_acked))
+
+    async def _commit_checkpoint(self, metadata: CheckpointMetadata, *, is_acked: bool) -> None:
+        """Tell the pool that the train batches of a complete checkpoint are no longer needed."""
+        self._checkpointed_step = metadata.step
+        del self._trained_since_checkpoint[: len(metadata.batch_ids)]  # later steps may have been made meanwhile
+        if is_acked:
+            await self._ask_ledger(self._pool.commit(metadata.step))
+            # Delete older checkpoints last: until the commit, the ledger resumes from one of them.
+            in_use = self._uploads.in_use if self._uploads else None
+            await asyncio.to_thread(prune_checkpoints, self._checkpoints.folder, self.spec.checkpoint.keep, in_use)
+        if self._uploads is not None:
+            self._uploads.add(checkpoint_path(self._checkpoints.folder, metadata.step))
 
     async def _finish_uploads(self) -> None:
         """Copy the rest to object storage before the experiment succeeds, which ends this process."""
@@ -281,6 +292,7 @@ class TrainWorker:
     async def _next_batch(self) -> pb.TrainBatch | None:
         with self._phase("wait_batch", waiting_on="trajectory-pool"):
             while True:
+                self._writer.check()
                 answer = await self._ask_ledger(self._pool.lease(self.learner.step))
                 if answer.HasField("train_batch"):
                     return answer.train_batch

@@ -1,7 +1,7 @@
 """AdamW on float32 master weights, and its learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nexrl.spec.algorithm import AlgorithmSpec
-from nexrl_trainer.ranks import shard_of
+from nexrl_trainer.tensor_slices import SavedTensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -92,8 +92,8 @@ class MasterOptimizer:
             tensors |= {f"{quantity}.{name}": tensor for quantity, tensor in self._adamw.state[master].items()}
         return tensors
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `tensors` returned, of which each rank has the whole and takes its shards.
+    def load_tensors(self, saved: SavedTensors) -> None:
+        """Load what `tensors` returned on any number of ranks; each takes its shards.
 
         The model's weights must be loaded before; gradients are dropped.
         """
@@ -102,12 +102,15 @@ class MasterOptimizer:
         for name, parameter in self._parameters():
             master = self._masters[name]
             if master is not parameter:
-                saved_master = tensors.get(f"master.{name}")
-                master.detach().copy_(parameter.detach() if saved_master is None else shard_of(saved_master, master))
-            if f"step.{name}" in tensors:
-                saved = {moment: shard_of(tensors[f"{moment}.{name}"], master) for moment in _MOMENTS}
-                saved["step"] = tensors[f"step.{name}"]
-                self._adamw.state[master] = {key: tensor.clone().to(master.device) for key, tensor in saved.items()}
+                master.detach().copy_(parameter.detach())
+                if f"master.{name}" in saved:
+                    saved.fill(f"master.{name}", master.detach())
+            if f"step.{name}" in saved:
+                step = torch.zeros((), device=master.device)
+                state = {"step": step} | {moment: torch.zeros_like(master.detach()) for moment in _MOMENTS}
+                for quantity, tensor in state.items():
+                    saved.fill(f"{quantity}.{name}", tensor)
+                self._adamw.state[master] = state
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is trained: the rest of a model with an adapter is frozen."""

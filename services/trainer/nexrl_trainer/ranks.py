@@ -6,10 +6,9 @@ dimension to it.
 """
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nexrl_trainer.interface import interface_of
@@ -25,13 +24,13 @@ from nexrl_trainer.interface import interface_of
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_SECONDS = 600.0
 """Longest time that the ranks wait for each other within a step. The end of a rank is noticed at once."""
+WRITE_SECONDS = 3600.0
+"""Longest time that a rank which has written its files of a checkpoint waits for the others."""
 _COMMAND_WAIT = timedelta(days=365)
 """The other ranks wait for commands as long as rank 0 waits for a batch: without limit. They end when it ends."""
 _DATA = "data"
 """The dimension of the mesh over which parameters are sharded and sequences are split."""
 _CPU = torch.device("cpu")
-
-KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class Ranks:
     mesh: DeviceMesh | None = None
     commands: dist.ProcessGroup | None = None
     """The group of `broadcast`, on CPUs: its waits have no limit, and keep no GPU busy."""
+    reports: dist.ProcessGroup | None = None
+    """The group of `exchange`, on CPUs."""
 
     def shard(self, model: PreTrainedModel) -> None:
         """Shard the model's parameters over the ranks, each decoder layer separately. Does nothing on a single rank.
@@ -76,28 +77,26 @@ class Ranks:
         """Return the largest of the ranks' values, element by element. The given tensor may be overwritten."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
-    def of_each(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensor of each rank, in the order of ranks, on the CPU. All must have the same shape."""
-        if self.mesh is None:
-            return [tensor]
-        own = tensor.to(self.device)
-        tensors = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(tensors, own)
-        return [each.cpu() for each in tensors]
+    def gather(self, tensors: Mapping[str, Tensor], owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors that this rank owns, one at a time.
 
-    def gather(self, tensors: Mapping[KeyT, Tensor]) -> dict[KeyT, Tensor]:
-        """Return the whole tensors, on the CPU, to rank 0, and nothing to other ranks. A single rank gets `tensors`.
-
-        All ranks must pass their shards in the same order. A rank other than 0 holds one whole tensor at a time.
+        All ranks must pass their shards in the same order, and take every item. A rank holds one gathered tensor.
         """
-        if self.mesh is None:
-            return dict(tensors)
-        gathered = {}
-        for key, tensor in tensors.items():
+        for name, tensor in tensors.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self.rank == 0:
-                gathered[key] = whole.cpu()
-        return gathered
+            if owners[name] == self.rank:
+                yield name, whole
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        """Return the content of each rank. May be called in another thread than the other collectives."""
+        if self.mesh is None:
+            return [content]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=self.reports)
+        padded = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in range(self.size)]
+        own = torch.frombuffer(bytearray(content.ljust(len(padded[0]))), dtype=torch.uint8)
+        dist.all_gather(padded, own, group=self.reports)
+        return [each.numpy().tobytes()[: int(size)] for each, size in zip(padded, sizes, strict=True)]
 
     def broadcast(self, content: bytes | None) -> bytes:
         """Return the content that rank 0 passes; that of other ranks is ignored. Waits for rank 0 without limit."""
@@ -131,17 +130,9 @@ def join_ranks(rank: int, size: int, device: torch.device, store: Store, address
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(_DATA,))
-    return Ranks(rank, size, device, mesh, dist.new_group(backend="gloo", timeout=_COMMAND_WAIT))
-
-
-def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor, sharded as `like` is; the tensor itself if `like` is whole.
-
-    All ranks have the whole tensor, so they do not communicate.
-    """
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    commands = dist.new_group(backend="gloo", timeout=_COMMAND_WAIT)
+    reports = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_SECONDS))
+    return Ranks(rank, size, device, mesh, commands, reports)
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -5,8 +5,8 @@ Suffixes: _N tokens of a batch, _P trained tokens of a micro-batch, _B sequences
 Training repeats bit for bit on a CPU with a fixed number of threads: nothing here draws a random number.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nexrl.algorithm import LossInputs
@@ -24,12 +25,15 @@ from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
+from nexrl_trainer.held_state import HeldState
+from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.objective import Objective
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
-from nexrl_trainer.ranks import ONE_RANK, Ranks, shard_of
+from nexrl_trainer.ranks import ONE_RANK, Ranks
 from nexrl_trainer.step_metrics import LossMetrics, LossTotals, OptimizerMetrics, StepMetrics, no_loss, step_metrics
+from nexrl_trainer.tensor_slices import SavedTensors, own_slice
 from nexrl_trainer.trained_weights import Adapter, AdapterSettings, TrainedWeights, WholeModel
 
 _RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
@@ -49,14 +53,6 @@ class LearnerSettings:
     folder: Path = Path()
     layers: LayerSettings = field(default_factory=LayerSettings)
     adapter: AdapterSettings | None = None
-
-
-@dataclass(frozen=True)
-class LearnerState:
-    """Everything needed to continue bit for bit: the trained `weights` by name, and optimizer and random state."""
-
-    weights: Mapping[str, Tensor]
-    training: Mapping[str, Tensor]
 
 
 class Learner:
@@ -84,6 +80,7 @@ class Learner:
         ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         self._objective = Objective(settings.algorithm, settings.folder)
+        self._held_weights, self._held_training = HostCopies(), HostCopies()
 
     def train(self, batch: TrainBatch) -> StepMetrics:
         """Train one step on one batch, with an update for each mini-batch of each epoch.
@@ -181,36 +178,48 @@ class Learner:
         )
         return packed.of_base(self.trained.base_digest)
 
-    def state(self) -> LearnerState:
-        """Return the state that a checkpoint contains. Of several ranks, rank 0 gets it, and the others take part."""
-        tensors = self.trained.tensors()
-        # A tied weight has several names. It is gathered once, and stays one tensor.
-        whole = self.ranks.gather({id(tensor): tensor.detach() for tensor in tensors.values()})
-        randoms = {
-            _name_at(name, rank): tensor
-            for name, own in _random_state(self.model.device).items()
-            for rank, tensor in enumerate(self.ranks.of_each(own))
-        }
-        training = self.ranks.gather(self.optimizer.tensors())
-        weights = {name: whole[id(tensor)] for name, tensor in tensors.items() if id(tensor) in whole}
-        return LearnerState(weights, {**randoms, **training})
+    def hold_state(self, folder: Path) -> HeldState:
+        """Copy what this rank writes of a checkpoint to host memory, which the next call overwrites.
 
-    def restore(self, state: LearnerState, step: int, path: Path) -> None:
-        """Load what `state` returned, on any number of ranks, after `step` updates. `path`: the checkpoint it is from.
-
-        Each rank has the whole state, and takes its shards.
+        All ranks must write theirs to `folder`, the same on all machines.
         """
-        own = self.trained.tensors()
-        with torch.no_grad():
-            for name, tensor in state.weights.items():
-                own[name].copy_(shard_of(tensor, own[name]))
-        for name, set_state in _random_setters(self.model.device).items():
+        tensors = self.trained.tensors()
+        writer_of = self.trained.writers(self.ranks.size)
+        # A tied weight has several names. It is gathered once, and stays one tensor.
+        first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        distinct = {name: tensors[name].detach() for name in tensors if first_names[id(tensors[name])] == name}
+        weights = self._held_weights.copy(self.ranks.gather(distinct, writer_of))
+        named = {
+            name: weights[first_names[id(tensor)]]
+            for name, tensor in tensors.items()
+            if writer_of[name] == self.ranks.rank
+        }
+        slices = {name: own_slice(tensor) for name, tensor in self._training_tensors().items()}
+        copies = self._held_training.copy((name, part.tensor) for name, part in slices.items())
+        training = {name: replace(part, tensor=copies[name]) for name, part in slices.items()}
+        return HeldState(self.ranks, self.trained, named, training)
+
+    def restore(self, weights: SavedTensors, training: SavedTensors, step: int, path: Path) -> None:
+        """Load what any number of ranks have written at `path`, after `step` updates."""
+        tensors = self.trained.tensors()
+        for name in weights:
+            weights.fill(name, tensors[name].detach())
+        for name, (state, set_state) in _random_states(self.model.device).items():
             # A rank that the checkpoint does not know continues as rank 0.
-            found = state.training.get(_name_at(name, self.ranks.rank), state.training.get(name))
-            if found is not None:
-                set_state(found)
-        self.optimizer.load_tensors(state.training)
+            own = _name_at(name, self.ranks.rank)
+            if (found := own if own in training else name) in training:
+                training.fill(found, state)
+                set_state(state)
+        self.optimizer.load_tensors(training)
         self.step = step
+
+    def _training_tensors(self) -> dict[str, Tensor]:
+        """Return what this rank writes besides weights. What all ranks have in common, rank 0 writes."""
+        optimizer = self.optimizer.tensors()
+        if self.ranks.rank:
+            optimizer = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
+        own = {_name_at(name, self.ranks.rank): state for name, (state, _) in _random_states(self.model.device).items()}
+        return own | optimizer
 
     def _backward(
         self,
@@ -268,13 +277,12 @@ def _name_at(name: str, rank: int) -> str:
     return f"{name}.{rank}" if rank else name
 
 
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {_RNG: torch.get_rng_state()}
-    return state | {_CUDA_RNG: torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
-
-
-def _random_setters(device: torch.device) -> dict[str, Callable[[Tensor], None]]:
-    setters: dict[str, Callable[[Tensor], None]] = {_RNG: torch.set_rng_state}
+def _random_states(device: torch.device) -> dict[str, tuple[Tensor, Callable[[Tensor], None]]]:
+    """Return a copy of each random-number state, and what sets it."""
+    states: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {_RNG: (torch.get_rng_state(), torch.set_rng_state)}
     if device.type == "cuda":
-        setters[_CUDA_RNG] = lambda state: torch.cuda.set_rng_state(state, device)
-    return setters
+        states[_CUDA_RNG] = (
+            torch.cuda.get_rng_state(device).clone(),
+            lambda state: torch.cuda.set_rng_state(state, device),
+        )
+    return states

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nexrl.adapters import (
     WEIGHTS_FILE,
@@ -21,9 +21,21 @@ from nexrl.adapters import (
     write_adapter,
     write_base,
 )
+from nexrl.checkpoint_files import tensor_files
 from nexrl.errors import FailedPreconditionError
 from nexrl.models import iter_weights
 from nexrl.spec.model import ModelSpec
+from nexrl_trainer.model_files import (
+    MODEL,
+    check_kinds,
+    ranked_file,
+    saved_weights,
+    write_configuration,
+    write_index,
+    write_weights,
+    writers,
+)
+from nexrl_trainer.tensor_slices import SavedTensors
 
 _ADAPTER = "default"
 """PEFT's name of the only adapter."""
@@ -41,11 +53,17 @@ class TrainedWeights(Protocol):
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """Return what replicas receive, each tensor once, by name."""
 
-    def save(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the whole tensors of `tensors` to files that others can open."""
+    def writers(self, size: int) -> dict[str, int]:
+        """Return which of `size` ranks writes each of `tensors`."""
 
-    def load(self, path: Path) -> dict[str, Tensor]:
-        """Read the files that `save` wrote. Raises FailedPreconditionError if they are of another kind of model."""
+    def write(self, folder: Path, weights: Mapping[str, Tensor], rank: int, size: int) -> dict[str, dict[str, int]]:
+        """Write the whole tensors that are this rank's. Return the bytes of each tensor, by file and name in it."""
+
+    def write_rest(self, folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
+        """Write what others need to open the tensors in `files`, which all ranks have written."""
+
+    def saved(self, path: Path) -> SavedTensors:
+        """Return the tensors of a checkpoint. Raises FailedPreconditionError if it is of another kind of model."""
 
 
 class WholeModel(TrainedWeights):
@@ -62,17 +80,22 @@ class WholeModel(TrainedWeights):
     def published(self) -> Iterable[tuple[str, Tensor]]:
         return iter_weights(self._model)
 
-    def save(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        # One file, so that there is one to read back.
-        self._model.save_pretrained(folder, state_dict=dict(weights), max_shard_size="1TB")
+    def writers(self, size: int) -> dict[str, int]:
+        return writers(self.tensors(), size)
 
-    def load(self, path: Path) -> dict[str, Tensor]:
-        """Return the weights by the model's own names. The file has other names and shapes for some of them."""
+    def write(self, folder: Path, weights: Mapping[str, Tensor], rank: int, size: int) -> dict[str, dict[str, int]]:
+        file = ranked_file(MODEL, rank, size)
+        return {file: write_weights(folder / file, self._model, weights)}
+
+    def write_rest(self, folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
+        write_configuration(folder, self._model)
+        if len(files) > 1:
+            write_index(folder, files)
+
+    def saved(self, path: Path) -> SavedTensors:
         if (path / WEIGHTS_FILE).exists():
             raise FailedPreconditionError(f"checkpoint {path} is an adapter, but model.lora is not set; set it as then")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
-        model, report = loaded
-        return {name: tensor for name, tensor in model.state_dict().items() if name not in report["missing_keys"]}
+        return saved_weights(path, tensor_files(path, MODEL), self._model)
 
 
 @dataclass(frozen=True)
@@ -125,12 +148,20 @@ class Adapter(TrainedWeights):
     def published(self) -> Iterable[tuple[str, Tensor]]:
         return [(name, tensor.detach()) for name, tensor in self.tensors().items()]
 
-    def save(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+    def writers(self, size: int) -> dict[str, int]:
+        return dict.fromkeys(self.tensors(), 0)  # an adapter is small
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor], rank: int, size: int) -> dict[str, dict[str, int]]:
+        if rank > 0:
+            return {}
         write_adapter(folder, weights)
+        return {WEIGHTS_FILE: {name: tensor.nbytes for name, tensor in weights.items()}}
+
+    def write_rest(self, folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
         self._config.save_pretrained(str(folder))
         write_base(folder, self._source, self.base_digest)
 
-    def load(self, path: Path) -> dict[str, Tensor]:
+    def saved(self, path: Path) -> SavedTensors:
         if not (path / WEIGHTS_FILE).exists():
             raise FailedPreconditionError(
                 f"checkpoint {path} is no adapter, but model.lora is set; leave it out as then"
@@ -141,7 +172,9 @@ class Adapter(TrainedWeights):
                 f"checkpoint {path} is of an adapter for another base (digest {digest}, not {self.base_digest}): "
                 "model.path and model.lora.alpha must be as then"
             )
-        return read_adapter(path)
+        found = SavedTensors.of(path, read_adapter(path))
+        check_kinds(path, self.tensors(), found)
+        return found
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -44,14 +44,14 @@ class RankCommand(google.protobuf.message.Message):
         """Update this rank's shards with the accumulated gradient, and clear it."""
         VERB_GATHER_WEIGHTS: RankCommand._Verb.ValueType  # 5
         """Take part in gathering the weights that rank 0 publishes."""
-        VERB_GATHER_STATE: RankCommand._Verb.ValueType  # 6
-        """Take part in gathering the weights and the optimizer state of a checkpoint that rank 0 writes."""
         VERB_RESTORE: RankCommand._Verb.ValueType  # 7
         """Load this rank's shards from `checkpoint`."""
         VERB_END_STEP: RankCommand._Verb.ValueType  # 8
         """Count the step, whose updates are made."""
         VERB_FORWARD_REFERENCE: RankCommand._Verb.ValueType  # 9
         """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
+        VERB_SAVE: RankCommand._Verb.ValueType  # 10
+        """Copy this rank's part of a checkpoint to host memory, and write it to the folder `checkpoint` meanwhile."""
 
     class Verb(_Verb, metaclass=_VerbEnumTypeWrapper):
         """The call that all ranks make."""
@@ -68,14 +68,14 @@ class RankCommand(google.protobuf.message.Message):
     """Update this rank's shards with the accumulated gradient, and clear it."""
     VERB_GATHER_WEIGHTS: RankCommand.Verb.ValueType  # 5
     """Take part in gathering the weights that rank 0 publishes."""
-    VERB_GATHER_STATE: RankCommand.Verb.ValueType  # 6
-    """Take part in gathering the weights and the optimizer state of a checkpoint that rank 0 writes."""
     VERB_RESTORE: RankCommand.Verb.ValueType  # 7
     """Load this rank's shards from `checkpoint`."""
     VERB_END_STEP: RankCommand.Verb.ValueType  # 8
     """Count the step, whose updates are made."""
     VERB_FORWARD_REFERENCE: RankCommand.Verb.ValueType  # 9
     """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
+    VERB_SAVE: RankCommand.Verb.ValueType  # 10
+    """Copy this rank's part of a checkpoint to host memory, and write it to the folder `checkpoint` meanwhile."""
 
     @typing.final
     class TensorsEntry(google.protobuf.message.Message):
@@ -102,7 +102,7 @@ class RankCommand(google.protobuf.message.Message):
     verb: Global___RankCommand.Verb.ValueType
     """The call."""
     checkpoint: builtins.str
-    """Folder of a complete checkpoint."""
+    """Folder of a checkpoint, which all ranks share."""
     bucket_bytes: builtins.int
     """Size of the buckets of published weights."""
     @property

@@ -19,11 +19,12 @@ from nexrl.models import build_model, iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.model import LoraSpec, ModelSpec
 from nexrl.train_batch import TrainBatch
-from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint, save_checkpoint
+from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint
 from nexrl_trainer.layers import LayerSettings
 from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.trained_weights import AdapterSettings
 from tests.support.adapters import TINY, DataType, adapter_model, save_base
+from tests.support.checkpoints import save_checkpoint
 
 BuildLearner = Callable[..., Learner]
 BuildBatch = Callable[..., TrainBatch]

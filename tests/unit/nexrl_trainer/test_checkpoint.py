@@ -1,13 +1,16 @@
 """Checkpoints: a resumed run continues exactly, and a killed writer leaves nothing that looks complete."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from nexrl.checkpoint_files import sha256
 from nexrl.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
 from nexrl.models import iter_weights
 from nexrl.train_batch import TrainBatch
@@ -17,9 +20,10 @@ from nexrl_trainer.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
     put_aside,
-    save_checkpoint,
 )
+from nexrl_trainer.ranks import Ranks
 from nexrl_trainer.step import Learner
+from tests.support.checkpoints import save_checkpoint
 
 BuildLearner = Callable[..., Learner]
 BuildBatch = Callable[..., TrainBatch]
@@ -102,6 +106,38 @@ def test_hugging_face_opens_a_checkpoint(
         assert name == saved_name
         assert torch.equal(tensor, saved)
     assert AutoTokenizer.from_pretrained(path)("42=").input_ids == tokenizer("42=").input_ids
+
+
+def test_a_checkpoint_of_an_earlier_release_is_loaded(
+    tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner, resumed = build_learner(dtype="bfloat16"), build_learner(dtype="bfloat16")
+    learner.train(build_batch(0))
+    path = save(tmp_path, learner, tokenizer)
+    state = path / "training_state.safetensors"
+    save_file(load_file(state), state)  # whole tensors, and nothing about slices
+    marker = json.loads((path / "checkpoint.json").read_text())
+    marker["sha256"][state.name] = sha256(state)
+    (path / "checkpoint.json").write_text(json.dumps(marker))
+    load_checkpoint(path, resumed)
+    assert_equal_state(learner, resumed)
+
+
+class TwoRanksOneFull(Ranks):
+    """Rank 0 of two, of which the other cannot write."""
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        return [content, b'{"error": "OSError: [Errno 28] No space left on device"}']
+
+
+def test_a_checkpoint_that_another_rank_cannot_write_is_never_complete(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner = build_learner()
+    learner.ranks = TwoRanksOneFull(0, 2)
+    with pytest.raises(OSError, match=r"rank 1 could not write its files: OSError: .Errno 28. No space left"):
+        save(tmp_path, learner, tokenizer)
+    assert find_latest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.guide("D9", "L18")

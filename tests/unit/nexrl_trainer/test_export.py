@@ -16,10 +16,11 @@ from nexrl.export import export
 from nexrl.models import build_model
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch
-from nexrl_trainer.checkpoint import CheckpointMetadata, save_checkpoint
+from nexrl_trainer.checkpoint import CheckpointMetadata
 from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.trained_weights import AdapterSettings
 from tests.support.adapters import adapter_model, save_base
+from tests.support.checkpoints import save_checkpoint
 
 BuildBatch = Callable[..., TrainBatch]
 MAX_DIFFERENCE = 1e-5

@@ -13,10 +13,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from nexrl.models import build_model
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.model import PathModel
-from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint, save_checkpoint
+from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint
 from nexrl_trainer.forward import ForwardSettings
+from nexrl_trainer.model_files import (
+    ranked_file,
+    saved_weights,
+    write_configuration,
+    write_index,
+    write_weights,
+    writers,
+)
 from nexrl_trainer.step import Learner, LearnerSettings
 from tests.support.batches import group_of_samples
+from tests.support.checkpoints import save_checkpoint
 from tests.support.families import FAMILIES, FAMILIES_BY_TYPE, Family, plain_logprobs
 
 ALGORITHM = AlgorithmSpec(learning_rate=1e-2, loss="reinforce")
@@ -72,6 +81,26 @@ def test_a_run_resumes_its_own_checkpoint_bit_for_bit(
     opened = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     load_checkpoint(path, resumed)
     assert_equal(opened.state_dict(), resumed.model.state_dict())
+
+
+@each_family
+def test_hugging_face_opens_the_weights_that_two_ranks_have_written(family: Family, tmp_path: Path) -> None:
+    model = family.build()
+    weights = model.state_dict(keep_vars=True)
+    writer_of = writers(weights, 2)
+    files = {}
+    for rank in (0, 1):
+        own = {name: tensor.detach() for name, tensor in weights.items() if writer_of[name] == rank}
+        file = ranked_file("model", rank, 2)
+        files[file] = write_weights(tmp_path / file, model, own)
+    write_configuration(tmp_path, model)
+    write_index(tmp_path, files)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert_equal(opened.state_dict(), model.state_dict())
+    saved, own = saved_weights(tmp_path, [tmp_path / file for file in files], model), opened.state_dict()
+    for name in saved:
+        saved.fill(name, own[name].zero_())
+    assert_equal(own, model.state_dict())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

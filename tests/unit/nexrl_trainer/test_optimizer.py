@@ -1,6 +1,7 @@
 """The optimizer: schedule, accumulation, epsilon and weight decay."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer.optimizer import learning_rate
 from nexrl_trainer.step import Learner, LearnerSettings
+from nexrl_trainer.tensor_slices import SavedTensors
 from tests.support.families import FAMILIES_BY_TYPE
 
 BuildLearner = Callable[..., Learner]
@@ -99,7 +101,7 @@ def test_a_run_with_two_groups_of_weights_resumes(build_learner: BuildLearner) -
     whole, resumed = build_learner(**settings), build_learner(**settings)
     whole.train(TrainBatch.pack([SAMPLE]))
     resumed.model.load_state_dict(whole.model.state_dict())
-    resumed.optimizer.load_tensors(whole.optimizer.tensors())
+    resumed.optimizer.load_tensors(SavedTensors.of(Path("whole"), whole.optimizer.tensors()))
     resumed.step = whole.step
     assert whole.train(TrainBatch.pack([SAMPLE])) == resumed.train(TrainBatch.pack([SAMPLE]))
     assert np.all([torch.equal(t, resumed.optimizer.tensors()[n]) for n, t in whole.optimizer.tensors().items()])
