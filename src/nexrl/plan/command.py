@@ -43,7 +43,7 @@ def plan_lines(size: ModelSize, spec: ExperimentSpec, available: Available) -> I
     yield f"model: {size.parameters:,} parameters in {size.layers} layers, {spec.model.dtype}"
     for role in (trainer_role(size, spec, available), inference_role(size, spec, available)):
         yield from _role_lines(role)
-    one = checkpoint_bytes(size, Training.of(spec).item_bytes)
+    one = checkpoint_bytes(size, Training.of(spec))
     # An older checkpoint is removed after its successor is there.
     kept = spec.checkpoint.keep + 1
     yield f"disk: {format_bytes(one)} for each checkpoint, {format_bytes(kept * one)} for {kept} of them"

@@ -48,16 +48,16 @@ def trainer_role(size: ModelSize, spec: ExperimentSpec, available: Available) ->
     others = replace(first, reference=0, whole_model=size.parameters * training.item_bytes)
     snapshot = snapshot_bytes(size, training)
     uses_gpu = _uses_gpu(spec, "trainer", available) and spec.trainer.device != "cpu"
-    gathered = checkpoint_bytes(size, training.item_bytes) if uses_gpu or training.ranks > 1 else 0
+    copied = -(-checkpoint_bytes(size, training) // spec.trainer.replicas)
     loading = processes * size.parameters * training.item_bytes
     of_ranks = 0 if uses_gpu else first.total + (processes - 1) * others.total
-    host = max(of_ranks + snapshot + gathered, loading) + processes * PROCESS_BYTES
+    host = max(of_ranks + snapshot + copied, loading) + processes * PROCESS_BYTES
     return Role(
         "trainer",
         spec.trainer.replicas,
         processes if uses_gpu else 0,
         processes * spec.trainer.threads_per_process,
-        {**_parts(first), "published copy (host)": snapshot, "gathered for a checkpoint (host)": gathered},
+        {**_parts(first), "published copy (host)": snapshot, "copy for a checkpoint (host)": copied},
         first.total if uses_gpu else None,
         host,
         _memory_limit(spec, "trainer"),

@@ -87,7 +87,8 @@ def _memory_rows() -> Iterator[str]:
         state = (plain.weights, plain.masters, plain.gradients, plain.optimizer)
         activations = f"{_gib(plain.activations)} / {_gib(full.activations)}"
         columns = (f"{size.parameters / 1e9:.2f} B", *map(_gib, state), activations, _gib(plain.logits))
-        yield f"| {name} | {' | '.join(columns)} | {_gib(checkpoint_bytes(size, BFLOAT16_BYTES))} |"
+        checkpoint = checkpoint_bytes(size, Training(BFLOAT16_BYTES, 1, MICRO_TOKENS))
+        yield f"| {name} | {' | '.join(columns)} | {_gib(checkpoint)} |"
 
 
 def _gpu_rows() -> Iterator[str]:

@@ -6,6 +6,7 @@ them with the bytes that a real step allocates.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nexrl.plan.model_size import ModelSize
 from nexrl.spec import ExperimentSpec
@@ -27,6 +28,8 @@ class Training:
     checkpoints_activations: bool = False
     has_reference: bool = False
     keeps_two_snapshots: bool = False
+    adapter_rank: int = 0
+    """Rank of the LoRA adapters that are trained in float32 instead of the weights; 0 = the weights are trained."""
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "Training":
@@ -38,9 +41,12 @@ class Training:
             ranks,
             max(trainer.max_tokens_per_micro_batch, spec.max_sequence_tokens),
             trainer.activation_checkpointing == "full",
-            spec.algorithm.kl_coefficient > 0,
+            # With adapters, the reference model is the trainer's own, without them.
+            has_reference=spec.model.lora is None
+            and bool(spec.algorithm.kl_coefficient or spec.algorithm.kl_reward_coefficient),
             # Without these, the memory of the previous version is used again.
             keeps_two_snapshots=ranks > 1 or spec.weight_sync.path is not None,
+            adapter_rank=spec.model.lora.rank if spec.model.lora else 0,
         )
 
 
@@ -79,11 +85,13 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
     """Return the memory of rank 0."""
     shard = -(-size.parameters // training.ranks)
     item = training.item_bytes
+    trained = -(-_trained(size, training).parameters // training.ranks)
     return RankMemory(
-        weights=shard * item,
-        masters=0 if item == 4 else shard * 4,
-        gradients=shard * 4,
-        optimizer=shard * 8 + 4 * size.tensors,  # two moments, and the number of updates of each tensor
+        weights=shard * item + (trained * 4 if training.adapter_rank else 0),
+        masters=0 if item == 4 or training.adapter_rank else shard * 4,
+        gradients=trained * 4,
+        # Two moments, and the number of updates of each tensor.
+        optimizer=trained * 8 + 4 * _trained(size, training).tensors,
         reference=size.parameters * item if training.has_reference else 0,  # not sharded, on rank 0
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
         activations=activation_bytes(size, training),
@@ -116,13 +124,31 @@ def activation_bytes(size: ModelSize, training: Training) -> int:
 
 def snapshot_bytes(size: ModelSize, training: Training) -> int:
     """Return the host memory of the packed weights that rank 0 publishes, the previous version included."""
-    return size.parameters * training.item_bytes * (2 if training.keeps_two_snapshots else 1)
+    trained = _trained(size, training)
+    item = 4 if training.adapter_rank else training.item_bytes
+    return trained.parameters * item * (2 if training.keeps_two_snapshots else 1)
 
 
-def checkpoint_bytes(size: ModelSize, item_bytes: int) -> int:
-    """Return the size of one checkpoint: weights, masters of 16-bit weights, two moments."""
-    masters = 0 if item_bytes == 4 else 4
-    return size.parameters * (item_bytes + masters + 8) + 4 * size.tensors
+def checkpoint_bytes(size: ModelSize, training: Training) -> int:
+    """Return the size of one checkpoint: trained weights, masters of 16-bit weights, two moments."""
+    trained = _trained(size, training)
+    own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
+    return trained.parameters * (own + 8) + 4 * trained.tensors
+
+
+class _Trained(NamedTuple):
+    parameters: int
+    tensors: int
+
+
+def _trained(size: ModelSize, training: Training) -> _Trained:
+    """Return what is trained. Of adapters at most: those of all linear layers of a dense Llama layer."""
+    if not training.adapter_rank:
+        return _Trained(size.parameters, size.tensors)
+    width, kv_width = size.heads * size.head_size, size.kv_heads * size.head_size
+    attention = 2 * (size.hidden + width) + 2 * (size.hidden + kv_width)
+    feed_forward = 3 * (size.hidden + size.feed_forward)
+    return _Trained(training.adapter_rank * size.layers * (attention + feed_forward), 14 * size.layers)
 
 
 def _logits_bytes(size: ModelSize, training: Training) -> int:

@@ -11,12 +11,13 @@ from nexrl.plan import training as plan
 from nexrl.plan.model_size import ModelSize, size_of
 from nexrl.plan.training import RankMemory, Training, checkpoint_bytes, rank_memory
 from nexrl.spec.algorithm import AlgorithmSpec
-from nexrl.spec.model import ScratchModel, ScratchModelSpec
+from nexrl.spec.model import LoraSpec, ScratchModel, ScratchModelSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer import token_scores
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.layers import LayerSettings
 from nexrl_trainer.step import Learner, LearnerSettings
+from nexrl_trainer.trained_weights import AdapterSettings
 from tests.support.memory import peak_allocated_bytes
 
 TOKENS = 1024
@@ -39,7 +40,11 @@ def _model(dtype: Dtype) -> ScratchModel:
 
 def _learner(model: ScratchModel, checkpointing: Checkpointing = "none") -> Learner:
     settings = LearnerSettings(
-        AlgorithmSpec(), 4, ForwardSettings(max_tokens_per_micro_batch=TOKENS), layers=LayerSettings(checkpointing)
+        AlgorithmSpec(),
+        4,
+        ForwardSettings(max_tokens_per_micro_batch=TOKENS),
+        layers=LayerSettings(checkpointing),
+        adapter=AdapterSettings(model, seed=0) if model.lora else None,
     )
     return Learner(build_model(model, seed=0), settings)
 
@@ -81,7 +86,22 @@ def test_state_of_training_is_planned_to_the_byte(dtype: Dtype) -> None:
     masters = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("master."))
     assert planned.masters == masters
     assert planned.optimizer == sum(tensor.nbytes for tensor in tensors.values()) - masters
-    assert checkpoint_bytes(size, plan.ITEM_BYTES[dtype]) == planned.weights + planned.masters + planned.optimizer
+    training = Training(plan.ITEM_BYTES[dtype], 1, TOKENS)
+    assert checkpoint_bytes(size, training) == planned.weights + planned.masters + planned.optimizer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_of_adapters_is_planned_to_the_byte(dtype: Dtype) -> None:
+    lora = LoraSpec(rank=4, alpha=8)
+    model = _model(dtype).model_copy(update={"lora": lora})
+    size, learner = size_of(model), _learner(model)
+    learner.train(_batch(size))
+    planned = rank_memory(size, Training(plan.ITEM_BYTES[dtype], 1, TOKENS, adapter_rank=lora.rank))
+    adapters = sum(tensor.nbytes for tensor in learner.trained.tensors().values())
+    whole = rank_memory(size, Training(plan.ITEM_BYTES[dtype], 1, TOKENS))
+    assert planned.weights == whole.weights + adapters
+    assert (planned.masters, planned.gradients) == (0, adapters)
+    assert planned.optimizer == sum(tensor.nbytes for tensor in learner.optimizer.tensors().values())
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
