@@ -152,6 +152,16 @@ async def test_logs_metrics_and_trajectories_are_copied_when_they_change_and_lin
     assert kept == "BATCH", "what has not changed is not copied"
 
 
+async def test_a_stop_while_the_end_of_training_waits_for_the_copy_disturbs_neither(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "experiment.yaml").write_text("resolved")
+    uploads = new_uploads(s3, run)
+    await asyncio.gather(uploads.finish(30, 30), uploads.finish(30, 30))
+
+
 def test_a_link_that_takes_the_place_of_a_file_is_not_followed(s3: S3Server, tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to(tmp_path / "secret")
     (tmp_path / "secret").write_text("secret")

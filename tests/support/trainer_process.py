@@ -14,7 +14,6 @@ from nexrl.storage import RunStorage
 from nexrl_trainer import checkpoint, server
 from nexrl_trainer.checkpoint import HeldCheckpoint
 from nexrl_trainer.step import Learner
-from nexrl_trainer.step_metrics import OptimizerMetrics
 
 MEANWHILE_SECONDS = 60.0
 
@@ -74,20 +73,19 @@ class _StepsMeanwhile:
 
     def __init__(self) -> None:
         self._made, self._written, self._changed = 0, 0, threading.Condition()
-        update, write = Learner.optimizer_step, HeldCheckpoint.write
+        end_step, write = Learner.end_step, HeldCheckpoint.write
 
-        def counted_update(learner: Learner) -> OptimizerMetrics:
-            metrics = update(learner)
+        def counted_end(learner: Learner) -> None:
+            end_step(learner)
             with self._changed:
                 self._made = learner.step
                 self._changed.notify_all()
-            return metrics
 
         def noted_write(held: HeldCheckpoint) -> Path:
             self._written = held.metadata.step
             return write(held)
 
-        Learner.optimizer_step = counted_update  # type: ignore[method-assign, assignment]
+        Learner.end_step = counted_end  # type: ignore[method-assign, assignment]
         HeldCheckpoint.write = noted_write  # type: ignore[method-assign, assignment]
 
     def wait_for(self, steps: int) -> None:

@@ -119,13 +119,14 @@ class Uploads:
         The files are in the run's folder.
         """
         deadline = time.monotonic() + limit_seconds
-        # Not cancelled at the end: its thread goes on, and `in_use` must be true until that has ended.
-        self._finishing = asyncio.create_task(self._copy_until_complete())
+        # Not cancelled at the end: its thread goes on, and `in_use` must be true until that has ended. A stop may call
+        # this while the end of training waits here.
+        finishing = self._finishing = asyncio.create_task(self._copy_until_complete())
         while True:
             files = self._storage.copied_files
             seconds = min(idle_seconds, deadline - time.monotonic())
-            if (await asyncio.wait({self._finishing}, timeout=max(0.0, seconds)))[0]:
-                return self._finishing.result()
+            if (await asyncio.wait({finishing}, timeout=max(0.0, seconds)))[0]:
+                return finishing.result()
             if files == self._storage.copied_files or time.monotonic() > deadline:
                 break
         step = self._stored_step
