@@ -25,10 +25,10 @@ LAST_STEPS = 10
 CHOICES = {
     "ppo_clip": [],
     "dual clip": ["algorithm.dualClip=3"],
-    "gspo": ["algorithm.loss=gspo"],
+    "gspo": ["algorithm.loss=gspo", "algorithm.aggregation=sequence"],
     "cispo": ["algorithm.loss=cispo"],
     "dppo_tv": ["algorithm.loss=dppo_tv"],
-    "sapo": ["algorithm.loss=sapo"],
+    "sapo": ["algorithm.loss=sapo", "algorithm.aggregation=sequence"],
     "reinforce, sync": ["algorithm.loss=reinforce", "weightSync.mode=sync", "weightSync.stalenessThreshold=0"],
     "group_mean": ["algorithm.advantage=group_mean"],
     "rloo": ["algorithm.advantage=rloo"],

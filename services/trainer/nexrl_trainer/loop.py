@@ -128,6 +128,7 @@ class TrainWorker:
                 except TrainingFailedError as error:
                     await self._report_failure(batch, error)
                     continue
+                self._refuse_to_skip_on()
                 if self._is_checkpoint_due():
                     await self._begin_checkpoint()
         self._refuse_to_end_untrained()
@@ -306,10 +307,13 @@ class TrainWorker:
                 arrays = decode_train_batch(batch.tensors)
                 metrics = await self.in_torch_thread(lambda: self.learner.train(arrays))
         if metrics.skipped_updates:
-            log.warning("batch %d: %d updates skipped: not finite", batch.batch_id, metrics.skipped_updates)
-        if metrics.token_count:
+            log.error(
+                "batch %d: %d of its updates were not finite, and skipped; it has the samples %s",
+                *(batch.batch_id, metrics.skipped_updates, " ".join(batch.sample_ids)),
+            )
+        elif metrics.token_count:
             self._drops_in_a_row = 0
-        self._drops_in_a_row += batch.dropped
+        self._drops_in_a_row += batch.dropped or metrics.skipped_updates > 0
         self._data_cursor = batch.data_cursor
         self._trained_since_checkpoint.append(batch.batch_id)
         answer = await self._ask_ledger(self._pool.ack(step, batch))
@@ -342,6 +346,14 @@ class TrainWorker:
         if self._drops_in_a_row + 1 >= MAX_DROPS_IN_A_ROW:
             raise error
 
+    def _refuse_to_skip_on(self) -> None:
+        """Raise TrainingFailedError if batch after batch had updates that were skipped, or was dropped."""
+        if self._drops_in_a_row >= MAX_DROPS_IN_A_ROW:
+            raise TrainingFailedError(
+                f"the last {self._drops_in_a_row} batches were dropped, or had updates that were not finite; the "
+                "trainer's log names their samples. Correct the loss or the settings, then resume"
+            )
+
     def _refuse_to_end_untrained(self) -> None:
         """Raise TrainingFailedError if training ends with dropped batches only: such a run must not succeed."""
         if self._drops_in_a_row >= min(MAX_DROPS_IN_A_ROW, max(self.learner.step, 1)):
@@ -357,7 +369,8 @@ class TrainWorker:
         if self._untrainable_batches and self._untrainable_batches % UNTRAINABLE_BATCHES == 0:
             await self._activity.report(
                 f"no sample of the last {self._untrainable_batches} batches could be trained: each group's rewards "
-                "are equal (algorithm.zeroVarianceGroups: drop), or the algorithm processor returned no sequences",
+                "are equal (algorithm.zeroVarianceGroups: drop), all samples were cut at the token limit "
+                "(truncatedSamples: drop), or the algorithm processor returned no sequences",
                 work_context=f"step {self.learner.step}",
                 severity=SEVERITY_WARNING,
             )

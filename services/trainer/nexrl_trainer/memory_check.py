@@ -23,18 +23,20 @@ def memory_warning(spec: ExperimentSpec, device: torch.device) -> str:
     if spec.trainer.backend == "mock":
         return ""
     try:
-        size = size_of(spec.model)
+        size, available_bytes = size_of(spec.model), _device_bytes(device)
     except NexrlError as error:
         log.info("memory is not checked: %s", error)
         return ""
-    return compare(size, spec, device.type, _device_bytes(device))
+    return compare(size, spec, device.type, available_bytes)
 
 
 def compare(size: ModelSize, spec: ExperimentSpec, device_type: str, available_bytes: int) -> str:
     """As `memory_warning`, on a device of this type and memory. The ranks share a CPU's, and have a GPU each."""
     memory = rank_memory(size, Training.of(spec))
     processes = spec.trainer.processes_per_replica if device_type == "cpu" else 1
-    least = processes * (memory.weights + memory.masters + memory.optimizer)
+    # The plan counts adapters at most. A trainer of RPCs may never make a step, which allocates the moments.
+    allocates_moments = spec.model.lora is None and spec.trainer.steps > 0
+    least = processes * (memory.weights + memory.masters + memory.optimizer * allocates_moments)
     step = processes * (memory.step - memory.reference) + memory.reference
     where = "this machine, or its cgroup, has" if device_type == "cpu" else "the GPU has"
     has = f"{where} {format_bytes(available_bytes)}"
@@ -47,8 +49,9 @@ def compare(size: ModelSize, spec: ExperimentSpec, device_type: str, available_b
         return ""
     return (
         f"trainer: a step may need {format_bytes(step)} if a micro-batch has {Training.of(spec).micro_tokens} tokens, "
-        f"of them {format_bytes(processes * memory.activations)} for activations, but {has}; set "
-        "trainer.activationCheckpointing to full, or lower trainer.maxTokensPerMicroBatch"
+        f"of them {format_bytes(processes * memory.activations)} for activations, but {has}; "
+        + ("set" if spec.trainer.activation_checkpointing == "none" else "besides")
+        + " trainer.activationCheckpointing full, lower trainer.maxTokensPerMicroBatch"
     )
 
 

@@ -22,12 +22,12 @@ from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.run_layout import batch_path
-from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
-from nexrl_trainer.advantages import advantage_function, compared_groups, zero_variance_samples
+from nexrl_trainer.advantages import ADVANTAGES, advantage_function, compared_groups, zero_variance_samples
 from nexrl_trainer.reward_shaping import shaped_rewards
 
 Forward: TypeAlias = Callable[[TrainBatch], NDArray[np.float32]]
@@ -44,7 +44,7 @@ class GroupProcessor(Processor):
         rewards_S = shaped_rewards(batch, algorithm, self.context.reference_logprobs)
         groups_S = compared_groups(algorithm, batch.groups_B)
         advantages_S = self.context.advantage(rewards_S, groups_S)
-        equal_S = zero_variance_samples(rewards_S, groups_S)
+        equal_S = zero_variance_samples(batch.rewards_B, groups_S)  # penalties, such as a KL estimate, are noise
         dropped_S = _dropped(batch, equal_S, algorithm)
         sequences = [
             trajectory.sequence(float(advantage))
@@ -203,10 +203,19 @@ def _dropped(batch: Batch, equal_S: NDArray[np.bool_], algorithm: AlgorithmSpec)
     truncated_S = np.array([sample.is_truncated for sample in batch.samples])
     dropped_S = np.zeros_like(equal_S)
     if algorithm.zero_variance_groups == "drop":
-        dropped_S |= equal_S
+        dropped_S |= equal_S & ~_stands_alone(batch, algorithm)
     if algorithm.truncated_samples == "drop":
         dropped_S |= truncated_S
     return dropped_S
+
+
+def _stands_alone(batch: Batch, algorithm: AlgorithmSpec) -> NDArray[np.bool_]:
+    """Return which samples have none beside them, under an advantage that may need none: ours would be 0."""
+    if isinstance(algorithm, Grpo) and algorithm.advantage in ADVANTAGES:
+        return np.zeros(len(batch.samples), np.bool_)
+    sizes = np.array([len(group) for group in batch.groups])
+    alone_S: NDArray[np.bool_] = np.repeat(sizes == 1, sizes)
+    return alone_S
 
 
 def _group_share(chosen_S: NDArray[np.bool_], groups_S: NDArray[Any]) -> float:

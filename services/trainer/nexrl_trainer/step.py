@@ -103,7 +103,7 @@ class Learner:
         if not made:
             raise failures[0]
         self.end_step()
-        return step_metrics(batch, made, len(failures))
+        return step_metrics(batch, made, len(failures), algorithm.epochs)
 
     def forward(self, batch: TrainBatch) -> NDArray[np.float32]:
         """Return the log-probabilities of the trained tokens under the current weights, 0 elsewhere. Shape [N]."""

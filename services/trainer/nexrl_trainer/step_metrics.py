@@ -54,6 +54,9 @@ class OptimizerMetrics:
 class StepMetrics(LossMetrics, OptimizerMetrics):
     """Figures of one whole step: over all its updates. `grad_norm` is their mean.
 
+    From the second update on, ratios and `mismatch_kl` also contain what the updates before have changed.
+    `token_count` are the trained tokens of an epoch, without those of skipped updates.
+
     An update whose loss or gradient is not finite is skipped. It counts in `skipped_updates` only.
     """
 
@@ -107,7 +110,9 @@ class LossTotals:
         )
 
 
-def step_metrics(batch: TrainBatch, made: Sequence[tuple[LossMetrics, OptimizerMetrics]], skipped: int) -> StepMetrics:
+def step_metrics(
+    batch: TrainBatch, made: Sequence[tuple[LossMetrics, OptimizerMetrics]], skipped: int, epochs: int
+) -> StepMetrics:
     """Return the figures of a step of these updates. An update that was skipped counts in `skipped` only."""
     losses, updates = zip(*made, strict=True)
     tokens = np.array([max(loss.token_count, 1) for loss in losses])
@@ -117,7 +122,7 @@ def step_metrics(batch: TrainBatch, made: Sequence[tuple[LossMetrics, OptimizerM
         **means,
         ratio_min=min(loss.ratio_min for loss in losses),
         ratio_max=max(loss.ratio_max for loss in losses),
-        token_count=batch.token_count,
+        token_count=round(sum(loss.token_count for loss in losses) / epochs),
         sequence_count=len(batch.lengths_B),
         step=updates[-1].step,
         lr=updates[-1].lr,

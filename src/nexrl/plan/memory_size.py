@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from nexrl.errors import InvalidArgumentError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -27,9 +27,14 @@ def format_bytes(count: int) -> str:
 
 
 def host_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Return the memory that processes here may use: of the machine, or less if their cgroup has a limit."""
-    found = re.search(r"^MemTotal: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
-    assert found, f"{meminfo} does not say MemTotal"
+    """Return the memory that processes here may use: of the machine, or less if their cgroup has a limit.
+
+    Raises FailedPreconditionError where the machine does not say.
+    """
+    text = meminfo.read_text() if meminfo.is_file() else ""
+    found = re.search(r"^MemTotal: +(\d+) kB$", text, re.MULTILINE)
+    if not found:
+        raise FailedPreconditionError(f"{meminfo} does not say how much memory there is; give --memory")
     machine = int(found[1]) * 1024
     limit = cgroup.read_text().strip() if cgroup.is_file() else "max"
     return machine if limit == "max" else min(machine, int(limit))

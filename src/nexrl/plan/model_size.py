@@ -86,16 +86,18 @@ def _of_folder(folder: Path) -> ModelSize:
     try:
         config = json.loads((folder / "config.json").read_text())
         shape = _shape(config.get("text_config", config))
-        tensors = {name: count for path in sorted(folder.glob("*.safetensors")) for name, count in _counts(path)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors = {name: count for path in _weight_files(folder) for name, count in _counts(path)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise InvalidArgumentError(
-            f"model.path: {folder} cannot be read ({type(error).__name__}: {error}); use a Hugging Face folder with "
-            "config.json and safetensors files"
+            f"model.path: {folder}: its size cannot be read ({type(error).__name__}: {error}); use a Hugging Face "
+            "folder with config.json and safetensors files, of an architecture whose config has Llama's keys"
         ) from error
     if shape["is_tied"]:
         tensors.pop("lm_head.weight", None)
     if not tensors:
-        raise InvalidArgumentError(f"model.path: {folder} has no *.safetensors file; use a folder that has")
+        raise InvalidArgumentError(
+            f"model.path: {folder} has no model.safetensors and no index of several; use a folder that has"
+        )
     return ModelSize(sum(tensors.values()), len(tensors), **shape)
 
 
@@ -111,7 +113,7 @@ def _of_gguf(path: str) -> ModelSize:
     folder, arguments = locate(path)
     try:
         return _of_gguf_reader(GGUFReader(folder / arguments["gguf_file"]))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise InvalidArgumentError(
             f"model.path: {path}: the GGUF file cannot be read ({type(error).__name__}: {error}); use one of a "
             "decoder-only language model"
@@ -157,6 +159,14 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     ]:
         raise ValueError(f"{', '.join(wrong)}: not a number of at least 1")
     return shape
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers opens. Others are optimizer state, adapters, or copies in another format."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [path for path in [folder / "model.safetensors"] if path.is_file()]
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
 def _counts(path: Path) -> Iterator[tuple[str, int]]:

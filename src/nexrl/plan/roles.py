@@ -189,6 +189,5 @@ def _limits(spec: ExperimentSpec, section: str) -> dict[str, Any]:
     pod: Any = {} if template is None else template.spec
     for container in pod.get("containers") or []:
         if container.get("name") == "nexrl":
-            resources = container.get("resources") or {}
-            return {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+            return dict((container.get("resources") or {}).get("limits") or {})
     return {}

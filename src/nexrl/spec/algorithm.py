@@ -90,7 +90,7 @@ class AlgorithmSpec(VariantSection):
         default=0.0,
         ge=0,
         le=100,
-        description="Weight of the KL penalty against the initial model; 0 = no reference model.",
+        description="Weight of the KL penalty against the initial model (with model.lora its base); 0 = none.",
     )
     kl_estimator: Literal["k2", "k3", "k3_unbiased"] = Field(
         default="k3",
@@ -104,7 +104,8 @@ class AlgorithmSpec(VariantSection):
         ge=0,
         le=100,
         description="Weight of a KL penalty in the reward of a sample: the sum of log p_rollout - log p_initial over "
-        "the tokens that it generated (k1). 0 = none. Only processor builtin uses it.",
+        "the tokens that it generated (k1); with model.lora, initial is its base. 0 = none. Only processor builtin "
+        "uses it.",
     )
     overlong_penalty: OverlongPenaltySpec | None = Field(
         default=None, description="A penalty on the reward of long samples. Only processor builtin uses it."
@@ -122,7 +123,7 @@ class AlgorithmSpec(VariantSection):
     zero_variance_groups: Literal["keep", "drop"] = Field(
         default="drop",
         description="Whether samples that are compared with each other take part in forward and backward passes if "
-        "their rewards are all equal.",
+        "their rewards are all equal, before any penalty.",
     )
     mini_batches: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
@@ -161,6 +162,29 @@ class AlgorithmSpec(VariantSection):
     gradient_clip: float = Field(
         default=1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger gradient is scaled down to it."
     )
+
+    @model_validator(mode="after")
+    def _falls_if_it_says_how(self) -> Self:
+        says_how = self.learning_rate_decay != "linear" or self.decay_steps is not None
+        if says_how and self.final_learning_rate_ratio == 1:
+            raise refuse_key(
+                "finalLearningRateRatio",
+                1,
+                "the learning rate is constant, so learningRateDecay and decaySteps change nothing; use a lower ratio",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _divides_by_no_penalty(self) -> Self:
+        has_penalty = self.overlong_penalty is not None or self.kl_reward_coefficient > 0
+        if has_penalty and getattr(self, "advantage", None) == "max_rl":
+            raise refuse_key(
+                "advantage",
+                "max_rl",
+                "it divides by the mean reward, which overlongPenalty or klRewardCoefficient can bring near 0; use "
+                "another advantage, or no penalty",
+            )
+        return self
 
 
 class Grpo(AlgorithmSpec):
@@ -207,7 +231,7 @@ class PpoClip(AlgorithmSpec):
 
 
 class Gspo(AlgorithmSpec):
-    """PPO's clipped surrogate with one ratio for a trajectory, the geometric mean of those of its tokens (GSPO)."""
+    """PPO's clipped surrogate with the geometric mean of a trajectory's ratios (GSPO; use aggregation sequence)."""
 
     loss: Literal["gspo"] = Field(description="GSPO.")
     clip_low: Ratio = Field(default=3e-4, description="Lowest ratio of a trajectory is 1 - clipLow.")

@@ -41,6 +41,19 @@ RULES: Sequence[Rule] = (
         "self.samplesPerTask == 1 || self.temperature > 0.0",
         "greedy samples are equal; use 1, or a temperature above 0",
     ),
+    Rule(
+        "algorithm",
+        "finalLearningRateRatio",
+        "self.finalLearningRateRatio < 1.0 || self.learningRateDecay == 'linear' && !has(self.decaySteps)",
+        "the rate is constant, so learningRateDecay and decaySteps change nothing; use a lower ratio",
+    ),
+    Rule(
+        "algorithm",
+        "advantage",
+        "!has(self.advantage) || self.advantage != 'max_rl'"
+        " || !has(self.overlongPenalty) && self.klRewardCoefficient == 0.0",
+        "max_rl divides by the mean reward, which a penalty can bring near 0",
+    ),
     Rule("algorithm.overlongPenalty", "fullTokens", "self.fullTokens > self.afterTokens", "must be above afterTokens"),
     Rule(
         "monitor.health",

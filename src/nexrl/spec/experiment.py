@@ -150,7 +150,7 @@ class ExperimentSpec(Section):
                 "advantage",
                 advantage,
                 "it compares the samples of a group, and trajectoryPool.groupSize is 1 or keyList is empty: every "
-                "advantage would be 0; use groupSize 2 or more and a key, or an advantage of yours",
+                "advantage would be 0; use groupSize 2 or more and a key, batch_mean_std, or an advantage of yours",
             )
         return algorithm
 

@@ -17,7 +17,7 @@ class TrainerSpec(Section):
         default="builtin", description="builtin: PyTorch; mock: counts steps and changes no weight."
     )
     steps: CountOrZero = Field(
-        description="Optimizer updates after which training is finished; 0 = no limit, the Trainer RPCs decide."
+        description="Steps after which training is finished; 0 = no limit, the Trainer RPCs decide."
     )
     replicas: int = Field(
         default=1,

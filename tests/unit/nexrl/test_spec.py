@@ -164,6 +164,16 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             "spec.algorithm.advantage",
             ['"mean"', "batch_mean_std, or `module:name`"],
         ),
+        (
+            {"algorithm": {"learningRateDecay": "cosine"}},
+            "spec.algorithm.finalLearningRateRatio",
+            ["constant", "lower ratio"],
+        ),
+        (
+            {"algorithm": {"advantage": "max_rl", "klRewardCoefficient": 0.1}},
+            "spec.algorithm.advantage",
+            ["max_rl", "no penalty"],
+        ),
         ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),
         (
             {"trajectoryPool": {"groupSize": 1}},

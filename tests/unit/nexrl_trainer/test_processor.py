@@ -110,6 +110,23 @@ async def test_truncated_samples_count_in_the_baseline_and_are_not_trained_if_th
     assert batch.advantages_N.tolist() == [0.5] * 3
 
 
+async def test_samples_of_equal_rewards_are_dropped_whatever_their_penalties(build: Builder) -> None:
+    long = lease()
+    long.groups[1].samples[0].trajectories[0].loss_mask[:] = [False, True, False]
+    batch, metrics = build(overlong_penalty=OverlongPenaltySpec(after_tokens=0, full_tokens=4)).fit(long)
+    assert len(batch.lengths_B) == 2
+    assert metrics["zero_variance_group_fraction"] == 0.5
+
+
+@pytest.mark.parametrize(("choice", "trained"), [({"type": "mock"}, 1), ({"advantage": "rloo"}, 0)])
+async def test_a_sample_without_others_is_dropped_only_if_its_advantage_needs_them(
+    build: Builder, choice: dict[str, str], trained: int
+) -> None:
+    group = Group(group_id="0", samples=[sample("0.0", 1.0)])
+    batch, _ = build(**choice).fit(BatchLease(batch_id=0, attempt=1, model_tag="default", groups=[group]))
+    assert len(batch.lengths_B) == trained
+
+
 async def test_penalties_change_the_advantages_and_are_a_metric(build: Builder) -> None:
     penalty = OverlongPenaltySpec(after_tokens=0, full_tokens=4, penalty=1.0)
     long = lease()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.models import iter_weights
-from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.algorithm import AlgorithmSpec, CorrectionSpec, RatioBand
 from nexrl.train_batch import TrainBatch, TrainSequence
+from nexrl_trainer.losses import LOSSES
 from nexrl_trainer.step import Learner
 from nexrl_trainer.step_metrics import LossMetrics
 from tests.support.families import plain_logprobs
@@ -41,14 +43,21 @@ def test_forward_gives_the_logprobs_of_the_whole_model(
 @given(
     seed=st.integers(0, 10_000),
     max_tokens=st.integers(12, 40),
-    loss=st.sampled_from(["ppo_clip", "cispo", "reinforce"]),
-    aggregation=st.sampled_from(["token", "sequence"]),
+    chosen=st.fixed_dictionaries(
+        {
+            "loss": st.sampled_from(sorted(LOSSES)),
+            "aggregation": st.sampled_from(["token", "sequence"]),
+            "correction": st.sampled_from(
+                [CorrectionSpec(), CorrectionSpec(sequence_band=RatioBand(low=0.3, high=3.0))]
+            ),
+        }
+    ),
 )
 def test_gradient_and_metrics_do_not_depend_on_the_micro_batches(
-    build_learner: BuildLearner, build_batch: BuildBatch, seed: int, max_tokens: int, loss: str, aggregation: str
+    build_learner: BuildLearner, build_batch: BuildBatch, seed: int, max_tokens: int, chosen: dict[str, Any]
 ) -> None:
     batch = build_batch(seed)
-    algorithm = {"loss": loss, "aggregation": aggregation, "entropy_coefficient": 0.1, "kl_coefficient": 0.1}
+    algorithm = {**chosen, "entropy_coefficient": 0.1, "kl_coefficient": 0.1}
     whole, split = build_learner(**algorithm), build_learner(**algorithm, max_tokens=max_tokens)
     expected, metrics = whole.forward_backward(batch), split.forward_backward(batch)
     assert asdict(metrics) == pytest.approx(asdict(expected), rel=1e-4, abs=1e-5)
@@ -66,7 +75,7 @@ def test_parts_of_a_step_with_its_denominator_accumulate_to_the_step(
     torch.testing.assert_close(gradients(parts), gradients(whole), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce"])
+@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"cross_entropy"}))
 def test_on_policy_every_loss_trains_as_reinforce(
     build_learner: BuildLearner, build_batch: BuildBatch, loss: str
 ) -> None:
@@ -125,7 +134,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(
     advantages_N[np.repeat(~first_B, batch.lengths_B)] = np.inf
     learner, without = build_learner(mini_batches=2), build_learner()
     metrics = learner.train(replace(batch, advantages_N=advantages_N))
-    without.train(batch.select(first_B))
+    assert metrics.token_count == without.train(batch.select(first_B)).token_count
     assert (metrics.updates, metrics.skipped_updates, learner.step) == (1, 1, 1)
     assert all(torch.equal(tensor, weights(without)[name]) for name, tensor in weights(learner).items())
 

@@ -61,7 +61,7 @@ INTERNALS = (
     ),
     Internal(
         "config/parallel.py",
-        ("data_parallel_index: int", "world_size: int", "rank: int"),
+        ("data_parallel_index: int", "world_size: int", "\n    rank: int"),
         "plugin.py: receive_weights",
         "workers write their verdicts to each other's places",
     ),
