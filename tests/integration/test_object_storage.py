@@ -1,6 +1,7 @@
 """The copy of a run in object storage, with a real S3 server: complete or absent, and what a trainer resumes from."""
 
 import asyncio
+import json
 import logging
 import random
 import shutil
@@ -104,6 +105,20 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(
     assert fetched is not None
     assert fetched.name == "global_step_1"
     assert "config.json is missing or damaged" in caplog.text
+
+
+def test_a_checkpoint_that_is_made_again_in_other_files_leaves_none_of_the_first(s3: S3Server, tmp_path: Path) -> None:
+    checkpoints = StoredCheckpoints(stored(s3), KEEP)
+    checkpoints.put(checkpoint(tmp_path / "one", 1))
+    (abandoned := tmp_path / "abandoned").write_text("of another number of ranks")
+    stored(s3).put("checkpoints/global_step_1/abandoned.safetensors", abandoned)
+    assert checkpoints.fetch_newest(fetched := tmp_path / "fetched") is not None
+    assert not (fetched / "global_step_1/abandoned.safetensors").exists()
+    again = checkpoint(tmp_path / "two", 1)
+    marker = json.loads((again / CHECKPOINT_MARKER).read_text())
+    (again / CHECKPOINT_MARKER).write_text(json.dumps(marker | {"made": "again"}))
+    checkpoints.put(again)
+    assert "global_step_1/abandoned.safetensors" not in s3.names("lab/test/checkpoints")
 
 
 def test_a_checkpoint_that_was_put_aside_is_not_fetched_again(s3: S3Server, tmp_path: Path) -> None:

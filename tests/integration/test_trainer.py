@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nexrl.checkpoint_files import check_files
 from nexrl.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -26,6 +27,7 @@ from nexrl.train_batch_proto import encode_train_batch
 from nexrl.v1 import trainer_service_pb2 as pb
 from nexrl.v1.trainer_service_pb2_grpc import TrainerServiceStub, add_TrainerServiceServicer_to_server
 from nexrl_trainer.checkpoint import HeldCheckpoint, find_latest_checkpoint, read_metadata
+from nexrl_trainer.held_state import HeldState
 from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.service import TrainerServicer
 from tests.support.eventually import eventually
@@ -179,6 +181,49 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_training_with_the_re
         processing.cancel()
         await asyncio.wait([processing])
     assert (await world.pool.state()).durable == 0
+
+
+async def test_a_write_that_fails_beside_the_training_ends_it_before_the_next_checkpoint(
+    build: Callable[[str], Awaitable[World]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(held: HeldCheckpoint) -> Path:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(HeldCheckpoint, "write", full)
+    world = await build("full")
+    async with connect(world.pool.address) as channel:
+        worker = world.worker(channel)
+        processing = asyncio.create_task(world.processor(channel, worker).run())
+        with pytest.raises(OSError, match="no space left"):
+            await worker.run()
+        processing.cancel()
+        await asyncio.wait([processing])
+        assert worker.learner.step < 4  # checkpoints are due after 2 and 4 steps
+    assert (await world.pool.state()).durable == 0
+
+
+async def test_a_checkpoint_that_its_caller_gives_up_is_written_and_the_next_one_waits_for_it(
+    build: Callable[[str], Awaitable[World]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await build("given-up")
+    async with connect(world.pool.address) as channel:
+        worker = world.worker(channel)
+        is_held, may_go_on = threading.Event(), threading.Event()
+
+        def slow_hold(folder: Path) -> HeldState:
+            is_held.set()
+            assert may_go_on.wait(CALL_SECONDS)
+            return type(worker.learner).hold_state(worker.learner, folder)
+
+        monkeypatch.setattr(worker.learner, "hold_state", slow_hold)
+        given_up = asyncio.create_task(worker.save_checkpoint())
+        await asyncio.to_thread(is_held.wait, CALL_SECONDS)
+        given_up.cancel()
+        second = asyncio.create_task(worker.save_checkpoint())
+        may_go_on.set()
+        path = await second
+    assert given_up.cancelled()
+    check_files(path)
 
 
 async def test_a_trainer_that_was_replaced_ends_and_saves_nothing(build: Callable[[str], Awaitable[World]]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nexrl.adapters import adapted_layers, adapter_specs, initial_adapter, read_adapter
-from nexrl.errors import NotFoundError
+from nexrl.adapters import BASE_FILE, adapted_layers, adapter_specs, initial_adapter, read_adapter, read_base
+from nexrl.errors import FailedPreconditionError, NotFoundError
 from nexrl.models import build_empty_model, build_model, iter_weights
 from nexrl.run_layout import CHECKPOINT_MARKER
 from nexrl.spec.model import ModelSpec
@@ -33,6 +33,8 @@ def fixed_weights(model: ModelSpec, weights: str, allocate: Callable[[Manifest],
         version = int(json.loads(marker.read_text())["metadata"]["step"])
     tensors = _weights(model, weights) if model.lora is None else _adapter(model, weights).items()
     packed = snapshot(tensors, policy_version=version, bucket_bytes=BUCKET_BYTES)
+    if model.lora is not None and weights != INITIAL:
+        packed = packed.of_base(read_base(Path(weights))[1])
     buffers = allocate(packed.manifest)
     for buffer, content in zip(buffers, packed.buffers, strict=True):
         buffer.copy_(content)
@@ -48,6 +50,8 @@ def _weights(model: ModelSpec, weights: str) -> Iterable[tuple[str, Tensor]]:
 def _adapter(model: ModelSpec, weights: str) -> Mapping[str, Tensor]:
     """Return the adapter in a checkpoint, or the initial one. A new adapter changes nothing: its B is 0."""
     if weights != INITIAL:
+        if not (Path(weights) / BASE_FILE).is_file():
+            raise FailedPreconditionError(f"weights: {weights} is no adapter, but model.lora is set; leave it out")
         return read_adapter(Path(weights))
     assert model.lora is not None
     layers = adapted_layers(build_empty_model(model), model.lora)

@@ -10,12 +10,13 @@ from nexrl.errors import FailedPreconditionError
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.v1 import policy_pb2
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
+from nexrl.weights.manifest import refuse_misfit, refuse_other_base
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.receiver import WeightReceiver
 from nexrl_inference.adapted_engine import with_adapter
 from nexrl_inference.backend import Backend, StartBackend
 from nexrl_inference.builtin import backend as builtin
-from nexrl_inference.fixed_weights import fixed_weights
+from nexrl_inference.fixed_weights import INITIAL, fixed_weights
 from nexrl_inference.replica import Replica
 from nexrl_inference.service import InferenceServicer
 from nexrl_inference.vllm import backend as vllm
@@ -46,7 +47,11 @@ async def start(process: ServiceProcess) -> None:
     process.add(add_InferenceServiceServicer_to_server, InferenceServicer(replica), "nexrl.v1.InferenceService")
     weights = process.settings.weights
     if weights:
-        await replica.serve(await asyncio.to_thread(fixed_weights, spec.model, weights, backend.allocate))
+        staged = await asyncio.to_thread(fixed_weights, spec.model, weights, backend.allocate)
+        if spec.model.lora is not None and weights != INITIAL:
+            refuse_misfit(staged.manifest, backend.tensors)
+            refuse_other_base(staged.manifest, backend.base_digest)
+        await replica.serve(staged)
     else:
         process.spawn(replica.keep_registered(process.connect(process.settings.weight_sync), spec.model.tag))
     process.spawn(_ready_when_committed(process, replica))

@@ -63,7 +63,6 @@ class HeldCheckpoint:
     folder: Path
     metadata: CheckpointMetadata
     _state: HeldState
-    _tokenizer: PreTrainedTokenizerBase
 
     def write(self) -> Path:
         """Write `global_step_<n>` below `folder` and return its path. Once this returns, it survives a power cut.
@@ -72,7 +71,6 @@ class HeldCheckpoint:
         """
         final = checkpoint_path(self.folder, self.metadata.step)
         partial = partial_path(final)
-        self._tokenizer.save_pretrained(partial)
         _commit(partial, self.metadata, self._state.write(partial))
         partial.rename(final)
         fsync_path(self.folder)
@@ -97,7 +95,8 @@ def hold_checkpoint(
     partial = partial_path(final)
     shutil.rmtree(partial, ignore_errors=True)  # left by a writer that was killed
     partial.mkdir(parents=True)
-    return HeldCheckpoint(folder, metadata, learner.hold_state(partial), tokenizer)
+    tokenizer.save_pretrained(partial)  # first: once the state is held, the other ranks write theirs
+    return HeldCheckpoint(folder, metadata, learner.hold_state(partial))
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:

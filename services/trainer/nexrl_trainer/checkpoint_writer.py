@@ -22,7 +22,7 @@ class CheckpointWriter:
 
     def __init__(self, activity: ActivityTracker) -> None:
         self._activity = activity
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
+        self._thread = writing_thread()
         self._writing: asyncio.Task[None] | None = None
 
     def begin(self, write: Callable[[], object], commit: Callable[[], Awaitable[None]]) -> None:
@@ -46,6 +46,11 @@ class CheckpointWriter:
         with self._activity.track("write_checkpoint"), WRITE_SECONDS.time():
             await asyncio.get_running_loop().run_in_executor(self._thread, write)
             await commit()
+
+
+def writing_thread() -> ThreadPoolExecutor:
+    """Return a thread of low priority, which writes the checkpoints of this rank."""
+    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
 
 
 def _be_nice() -> None:

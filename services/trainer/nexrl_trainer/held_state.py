@@ -26,6 +26,8 @@ class HeldState:
     trained: TrainedWeights
     weights: Mapping[str, Tensor]
     training: Mapping[str, Slice]
+    number: int
+    """How many states this rank has held: the same on all ranks, or their reports would be of different ones."""
 
     def write(self, folder: Path) -> dict[str, str]:
         """Write this rank's files, and wait for those of the other ranks. Return the SHA-256 of the files on disk.
@@ -36,8 +38,11 @@ class HeldState:
             report = self._write_own(folder)
         except Exception as error:  # noqa: BLE001  # all ranks must learn of it
             report = {"error": f"{type(error).__name__}: {error}"}
+        report["number"] = self.number
         reports = [json.loads(content) for content in self.ranks.exchange(json.dumps(report).encode())]
         for rank, each in enumerate(reports):
+            if each["number"] != self.number:
+                raise OSError(f"checkpoint {folder}: rank {rank} has written another one; restart the trainer")
             if "error" in each:
                 raise OSError(f"checkpoint {folder}: rank {rank} could not write its files: {each['error']}")
         if self.ranks.rank == 0:

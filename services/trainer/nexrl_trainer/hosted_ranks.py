@@ -8,8 +8,8 @@ from nexrl.errors import FailedPreconditionError, InvalidArgumentError, Unavaila
 from nexrl.rpc.server import ServiceProcess
 from nexrl.v1 import trainer_replica_service_pb2 as pb
 from nexrl_trainer.gang import NOTICE_SECONDS
-from nexrl_trainer.other_replica import JOIN_SECONDS
 from nexrl_trainer.rank_processes import RankProcess, end_all, end_process, first_end, start_ranks
+from nexrl_trainer.ranks import JOIN_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from nexrl.v1 import rank_command_pb2 as pb
 from nexrl.weights.gather import gathered_snapshot
 from nexrl.weights.packing import Snapshot
 from nexrl_trainer.checkpoint import load_checkpoint
+from nexrl_trainer.checkpoint_writer import writing_thread
 from nexrl_trainer.gang import end_for, wait_for_gang_end
 from nexrl_trainer.held_state import HeldState
 from nexrl_trainer.step import Learner
@@ -107,9 +108,9 @@ def run_commands(learner: Learner) -> None:
 
     Raises what the learner raises, unless all ranks raise it.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as writing:
-        while True:
-            _execute(learner, pb.RankCommand.FromString(learner.ranks.broadcast(None)), writing)
+    writing = writing_thread()  # not waited for at an error, which ends the process
+    while True:
+        _execute(learner, pb.RankCommand.FromString(learner.ranks.broadcast(None)), writing)
 
 
 def _execute(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecutor) -> None:

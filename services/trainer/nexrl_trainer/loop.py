@@ -7,13 +7,11 @@ A checkpoint is copied to host memory between two steps, and written beside the 
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import TrainBatchClient
-from nexrl.errors import FailedPreconditionError, LeaseLostError, TrainingFailedError
+from nexrl.errors import FailedPreconditionError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.run_layout import CHECKPOINT_PREFIX, checkpoint_path
 from nexrl.spec import ExperimentSpec
 from nexrl.train_batch import TrainBatch
@@ -41,6 +39,7 @@ from nexrl_trainer.checkpoint import (
     read_metadata,
 )
 from nexrl_trainer.checkpoint_writer import CheckpointWriter
+from nexrl_trainer.phase import Phase
 from nexrl_trainer.step import Learner
 from nexrl_trainer.uploads import END_SECONDS, Uploads
 
@@ -54,7 +53,6 @@ MAX_DROPS_IN_A_ROW = 3
 checkpoint contains the count, because a new process must not start it again."""
 
 STEP = Gauge("nexrl_trainer_step", "Optimizer steps made.")
-STEP_SECONDS = Gauge("nexrl_trainer_step_seconds", "Seconds of the last step, by phase.", ["phase"])
 
 ResultT = TypeVar("ResultT")
 ResponseT = TypeVar("ResponseT")
@@ -100,6 +98,8 @@ class TrainWorker:
         """Held while weights are changed, sent or used in a forward pass."""
         # Held from a batch to its checkpoint: a stop waits for it, so that it finds whole steps only.
         self._step_in_hand = asyncio.Lock()
+        self._one_begins = asyncio.Lock()
+        self._beginning: asyncio.Task[None]
         self._checkpointed_step = -1
         self._untrainable_batches = 0
         self._acked_steps = -1
@@ -179,6 +179,10 @@ class TrainWorker:
         await self._step_in_hand.acquire()
         is_saved = self.is_done or self._is_contradicted or not self.learner.is_between_steps
         if self.learner.step == self._acked_steps and not is_saved:
+            try:
+                await self._writer.finish()
+            except (NexrlError, OSError) as error:
+                log.error("the checkpoint before could not be written: %s", error)  # it is named
             await self.save_checkpoint()
 
     async def load_checkpoint(self, path: Path) -> None:
@@ -193,6 +197,12 @@ class TrainWorker:
     async def _begin_checkpoint(self) -> None:
         """Copy the state, and write it beside the next steps. Waits for the checkpoint that is being written."""
         with self._phase("checkpoint"):
+            # Ended even if the caller gives up: other ranks may have begun to write theirs.
+            self._beginning = asyncio.create_task(self._hold_and_write())
+            await asyncio.shield(self._beginning)
+
+    async def _hold_and_write(self) -> None:
+        async with self._one_begins:
             await self._writer.finish()
             metadata = CheckpointMetadata(
                 step=self.learner.step,
@@ -382,28 +392,5 @@ class TrainWorker:
         every = self.spec.checkpoint.every_steps
         return self._is_checkpoint_wanted or (every > 0 and self.learner.step % every == 0)
 
-    def _phase(self, name: str, waiting_on: str = "") -> "_Phase":
-        return _Phase(self, self._activity, name, waiting_on)
-
-
-class _Phase:
-    """Names what the worker does while the block runs, and times it."""
-
-    def __init__(self, worker: TrainWorker, activity: ActivityTracker, name: str, waiting_on: str) -> None:
-        self.seconds = 0.0
-        """How long the block took, once it has ended."""
-        self._worker, self._name = worker, name
-        self._work = activity.track(name, waiting_on)
-
-    def __enter__(self) -> Self:
-        self._work.__enter__()
-        self._worker.doing, self._began = self._name, time.monotonic()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._worker.doing = "idle"
-        self.seconds = time.monotonic() - self._began
-        STEP_SECONDS.labels(self._name).set(self.seconds)
-        self._work.__exit__(kind, error, traceback)
+    def _phase(self, name: str, waiting_on: str = "") -> Phase:
+        return Phase(self, self._activity, name, waiting_on)

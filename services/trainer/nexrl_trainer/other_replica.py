@@ -13,12 +13,11 @@ from nexrl.rpc.client import is_passing
 from nexrl.rpc.status import error_from_call
 from nexrl.v1 import trainer_replica_service_pb2 as pb
 from nexrl_trainer.rank_processes import RankEnd
+from nexrl_trainer.ranks import JOIN_SECONDS
 
 if TYPE_CHECKING:
     from nexrl.v1.trainer_replica_service_pb2_grpc import TrainerReplicaServiceAsyncStub
 
-JOIN_SECONDS = 1800.0
-"""Longest time that the replicas wait for each other at their start: a node may have to be added first."""
 END_SECONDS = 2.0
 
 

@@ -24,7 +24,11 @@ from nexrl_trainer.interface import interface_of
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_SECONDS = 600.0
 """Longest time that the ranks wait for each other within a step. The end of a rank is noticed at once."""
-WRITE_SECONDS = 3600.0
+JOIN_SECONDS = 1800.0
+"""Longest time that the replicas wait for each other at their start: a node may have to be added first."""
+MARGIN_SECONDS = 60.0
+"""Within it, replica 0 ends all ranks and names the replica that did not start."""
+REPORT_SECONDS = 3600.0
 """Longest time that a rank which has written its files of a checkpoint waits for the others."""
 _COMMAND_WAIT = timedelta(days=365)
 """The other ranks wait for commands as long as rank 0 waits for a batch: without limit. They end when it ends."""
@@ -126,12 +130,14 @@ def join_ranks(rank: int, size: int, device: torch.device, store: Store, address
     each other in `store`. They communicate by NCCL on CUDA and by Gloo on CPUs.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)  # weight sync names its interface itself
+    store.set(f"joins/{rank}", "")
+    store.wait([f"joins/{other}" for other in range(size)], timedelta(seconds=JOIN_SECONDS + MARGIN_SECONDS))
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(_DATA,))
     commands = dist.new_group(backend="gloo", timeout=_COMMAND_WAIT)
-    reports = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_SECONDS))
+    reports = dist.new_group(backend="gloo", timeout=timedelta(seconds=REPORT_SECONDS))
     return Ranks(rank, size, device, mesh, commands, reports)
 
 

@@ -81,6 +81,7 @@ class Learner:
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         self._objective = Objective(settings.algorithm, settings.folder)
         self._held_weights, self._held_training = HostCopies(), HostCopies()
+        self._held_states = 0
 
     def train(self, batch: TrainBatch) -> StepMetrics:
         """Train one step on one batch, with an update for each mini-batch of each epoch.
@@ -197,7 +198,8 @@ class Learner:
         slices = {name: own_slice(tensor) for name, tensor in self._training_tensors().items()}
         copies = self._held_training.copy((name, part.tensor) for name, part in slices.items())
         training = {name: replace(part, tensor=copies[name]) for name, part in slices.items()}
-        return HeldState(self.ranks, self.trained, named, training)
+        self._held_states += 1
+        return HeldState(self.ranks, self.trained, named, training, self._held_states)
 
     def restore(self, weights: SavedTensors, training: SavedTensors, step: int, path: Path) -> None:
         """Load what any number of ranks have written at `path`, after `step` updates."""

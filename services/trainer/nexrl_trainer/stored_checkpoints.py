@@ -34,7 +34,9 @@ class StoredCheckpoints:
         """Copy a checkpoint. Raises FileNotFoundError if it is deleted meanwhile."""
         step, marker = _step(path), (path / CHECKPOINT_MARKER).read_bytes()
         if self._storage.read(_marker(step)) != marker:
-            self._storage.delete([_marker(step)])  # of the same step, made before Redis lost its last writes
+            # Of the same step, made before Redis lost its last writes; by another number of ranks in other files.
+            self._storage.delete([_marker(step)])
+            self._storage.delete(self._by_step().get(step, []))
             for name in json.loads(marker)["sha256"]:
                 self._storage.put(f"{_folder(step)}/{name}", path / name)
             self._storage.put(_marker(step), path / CHECKPOINT_MARKER)
@@ -60,8 +62,11 @@ class StoredCheckpoints:
         partial = partial_path(path)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        marker = self._storage.read(_marker(_step(path))) or b"{}"
+        kept = {*json.loads(marker).get("sha256", {}), CHECKPOINT_MARKER}
         for name in names:
-            self._storage.get(name, partial / name.rpartition("/")[2])
+            if (file_name := name.rpartition("/")[2]) in kept:
+                self._storage.get(name, partial / file_name)
         check_files(partial)
         for file in partial.iterdir():
             fsync_path(file)

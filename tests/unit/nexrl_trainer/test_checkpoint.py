@@ -127,7 +127,14 @@ class TwoRanksOneFull(Ranks):
     """Rank 0 of two, of which the other cannot write."""
 
     def exchange(self, content: bytes) -> list[bytes]:
-        return [content, b'{"error": "OSError: [Errno 28] No space left on device"}']
+        return [content, b'{"number": 1, "error": "OSError: [Errno 28] No space left on device"}']
+
+
+class TwoRanksOneBehind(Ranks):
+    """Rank 0 of two, of which the other reports the state before."""
+
+    def exchange(self, content: bytes) -> list[bytes]:
+        return [content, b'{"number": 0, "weights": {}, "sha256": {}}']
 
 
 def test_a_checkpoint_that_another_rank_cannot_write_is_never_complete(
@@ -136,6 +143,16 @@ def test_a_checkpoint_that_another_rank_cannot_write_is_never_complete(
     learner = build_learner()
     learner.ranks = TwoRanksOneFull(0, 2)
     with pytest.raises(OSError, match=r"rank 1 could not write its files: OSError: .Errno 28. No space left"):
+        save(tmp_path, learner, tokenizer)
+    assert find_latest_checkpoint(tmp_path) is None
+
+
+def test_a_report_of_another_checkpoint_completes_none(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    learner = build_learner()
+    learner.ranks = TwoRanksOneBehind(0, 2)
+    with pytest.raises(OSError, match="rank 1 has written another one; restart the trainer"):
         save(tmp_path, learner, tokenizer)
     assert find_latest_checkpoint(tmp_path) is None
 
