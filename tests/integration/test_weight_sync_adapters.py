@@ -7,16 +7,26 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from nexrl.errors import InvalidArgumentError
+from nexrl.models import build_model
+from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import Experiment
+from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.store import Redis
+from nexrl.tokenizers import build_tokenizer
 from nexrl.weights.packing import layout_of
-from nexrl_trainer.trained_weights import WholeModel
+from nexrl_inference import server
+from nexrl_trainer.checkpoint import CheckpointMetadata
+from nexrl_trainer.step import Learner, LearnerSettings
+from nexrl_trainer.trained_weights import AdapterSettings, WholeModel
 from tests.support.adapters import AdapterSystem, adapter_model
-from tests.support.services import small_experiment
+from tests.support.checkpoints import save_checkpoint
+from tests.support.services import settings, small_experiment
 from tests.support.weights import rules, running_weight_sync
 
 pytestmark = pytest.mark.timeout(180)  # each replica imports torch
@@ -77,3 +87,18 @@ async def test_a_replica_of_another_base_never_serves(
             await system.train_and_publish()
         await system.require_equal_logprobs(*await system.ready("a"))
     assert "the adapter belongs to a base with digest" in caplog.text
+
+
+@pytest.mark.parametrize(("seed", "lora"), [(1, {}), (0, {"alpha": 8.0}), (0, {"target_modules": ("q_proj",)})])
+async def test_an_adapter_of_a_checkpoint_is_not_served_on_another_base(
+    tmp_path: Path, seed: int, lora: dict[str, Any]
+) -> None:
+    source = adapter_model()
+    learner_settings = LearnerSettings(AlgorithmSpec(), 1, adapter=AdapterSettings(source, 0))
+    learner = Learner(build_model(source, 0), learner_settings)
+    path = save_checkpoint(tmp_path / "checkpoints", learner, build_tokenizer(source), CheckpointMetadata(step=0))
+    served = small_experiment(model=adapter_model(seed=seed, **lora).model_dump(mode="json", by_alias=True))
+    process = ServiceProcess("test", settings(tmp_path, weights=str(path)), served)
+    with pytest.raises(InvalidArgumentError):
+        async with asyncio.timeout(60):
+            await process.run(server.start)
