@@ -152,7 +152,7 @@ def processes(path: Path, redis_url: str) -> list[Child]:
         experiment = hostile_experiment(path, ROLLOUTS.get(instance, ROLLOUTS["rollout-0"]))
         file = path / f"{instance}.yaml"
         file.write_text(dump_resolved(experiment))
-        wiring = Wiring(file, path, controller, reader, pool, weight_sync, redis_url, redis_is_managed=True)
+        wiring = Wiring(file, path, controller, reader, pool, weight_sync, redis_url=redis_url, redis_is_managed=True)
         variables = {"NEXRL_LISTEN": listens.get(role, f"{LOOPBACK}:0")}
         found.append(Child(service_command(role, instance, experiment, wiring, variables), path))
     return found

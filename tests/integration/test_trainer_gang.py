@@ -155,7 +155,8 @@ async def test_code_of_the_user_that_raises_on_some_ranks_ends_the_trainer_for_t
     own.metadata.annotations[FOLDER_ANNOTATION] = str(tmp_path)
     async with running_world(tmp_path / "world", redis_url, own) as world:
         assert await world.live() == USERS_FAULT
-    *_, last = (world.folder / "trainer.log").read_text().splitlines()
+    lines = (world.folder / "trainer.log").read_text().splitlines()
+    *_, last = (line for line in lines if line.startswith("{"))  # the other rank may print a warning of PyTorch
     assert "algorithm.loss user_losses_of_ranks:raises: " in last
     assert "this rank has had enough" in last
     assert not list((world.folder / "checkpoints").iterdir())

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from nexrl.checkpoint_files import tensor_files
 from nexrl.errors import UnavailableError
 from nexrl.spec import Experiment
 from nexrl_trainer.checkpoint import find_latest_checkpoint
@@ -45,6 +47,11 @@ async def undisturbed(folder: Path, redis_url: str, name: str, replicas: int, pr
         return world
 
 
+def weights_of(path: Path) -> dict[str, NDArray[Any]]:
+    """Return the weights in all files of a checkpoint."""
+    return {name: tensor for file in tensor_files(path, "model") for name, tensor in load_file(file).items()}
+
+
 def last_line(world: World, instance: str) -> str:
     return (world.folder / f"{instance}.log").read_text().splitlines()[-1]
 
@@ -56,7 +63,7 @@ async def test_two_replicas_of_two_processes_have_the_weights_of_one_process(
     four = await undisturbed(tmp_path / "four", redis_url, f"{experiment_name}-four", 2, 2)
     assert four.steps == one.steps
     paths = [find_latest_checkpoint(world.folder / "checkpoints") for world in (one, four)]
-    expected, weights = (load_file(path / "model.safetensors") for path in paths if path is not None)
+    expected, weights = (weights_of(path) for path in paths if path is not None)
     for name, weight in weights.items():
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=WEIGHT_TOLERANCE, err_msg=name)
 
