@@ -107,6 +107,7 @@ class TrainWorker:
         self._is_contradicted = False
         self._data_cursor = 0
         self._drops_in_a_row = 0
+        self._has_skipped = False
         self._trained_since_checkpoint: list[int] = []
 
     async def run(self) -> None:
@@ -182,7 +183,7 @@ class TrainWorker:
             try:
                 await self._writer.finish()
             except (NexrlError, OSError) as error:
-                log.error("the checkpoint before could not be written: %s", error)  # it is named
+                log.error("the checkpoint before could not be written: %s", error)
             await self.save_checkpoint()
 
     async def load_checkpoint(self, path: Path) -> None:
@@ -316,14 +317,15 @@ class TrainWorker:
             async with self.weights_lock:
                 arrays = decode_train_batch(batch.tensors)
                 metrics = await self.in_torch_thread(lambda: self.learner.train(arrays))
-        if metrics.skipped_updates:
+        self._has_skipped = metrics.skipped_updates > 0
+        if self._has_skipped:
             log.error(
                 "batch %d: %d of its updates were not finite, and skipped; it has the samples %s",
                 *(batch.batch_id, metrics.skipped_updates, " ".join(batch.sample_ids)),
             )
         elif metrics.token_count:
             self._drops_in_a_row = 0
-        self._drops_in_a_row += batch.dropped or metrics.skipped_updates > 0
+        self._drops_in_a_row += batch.dropped or self._has_skipped
         self._data_cursor = batch.data_cursor
         self._trained_since_checkpoint.append(batch.batch_id)
         answer = await self._ask_ledger(self._pool.ack(step, batch))
@@ -357,8 +359,8 @@ class TrainWorker:
             raise error
 
     def _refuse_to_skip_on(self) -> None:
-        """Raise TrainingFailedError if batch after batch had updates that were skipped, or was dropped."""
-        if self._drops_in_a_row >= MAX_DROPS_IN_A_ROW:
+        """Raise TrainingFailedError if updates were skipped again, after other batches with skips or dropped ones."""
+        if self._has_skipped and self._drops_in_a_row >= MAX_DROPS_IN_A_ROW:
             raise TrainingFailedError(
                 f"the last {self._drops_in_a_row} batches were dropped, or had updates that were not finite; the "
                 "trainer's log names their samples. Correct the loss or the settings, then resume"
