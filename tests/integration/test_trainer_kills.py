@@ -107,18 +107,19 @@ def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call]
     if loss.first is not None:
         to_come.insert(0, (Death(*loss.first, is_seen=False), redis.remember))
 
-    is_another_there, committed_steps = asyncio.Event(), 0
+    is_another_there, committed_steps, written_steps = asyncio.Event(), 0, 0
 
-    async def is_checkpoint_committed() -> bool:
+    async def is_checkpoint_there() -> bool:
         made = len(world.steps)
-        return made % EVERY_STEPS != 0 or made in (world.resumed_from[-1], committed_steps)
+        return made % EVERY_STEPS != 0 or made in (world.resumed_from[-1], committed_steps if to_come else written_steps)
 
     async def step_in(call: Call) -> None:
-        nonlocal committed_steps
-        if call.name == "CommitCheckpoint" and call.response is not None:
-            committed_steps = train_pb.CommitCheckpointRequest.FromString(call.request).steps
-        if to_come and call.name == "LeaseTrainBatch" and call.response is None:
-            await eventually(is_checkpoint_committed)  # else it is a race how many steps are lost
+        nonlocal committed_steps, written_steps
+        if call.name == "CommitCheckpoint":
+            written_steps = train_pb.CommitCheckpointRequest.FromString(call.request).steps
+            committed_steps = committed_steps if call.response is None else written_steps
+        if call.name == "LeaseTrainBatch" and call.response is None:
+            await eventually(is_checkpoint_there)  # else it is a race what is lost, and which checkpoints are there then
         if to_come:
             if to_come[0][0].is_due(call, len(world.steps)):
                 await asyncio.to_thread(to_come.pop(0)[1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nexrl.adapters import merged, write_adapter
+from nexrl.adapters import merged, write_adapter, write_base
 from nexrl.models import build_model, iter_weights
 from nexrl.run_layout import CHECKPOINT_MARKER
 from nexrl.spec.model import ModelSpec
@@ -75,8 +75,10 @@ def test_the_digest_of_the_base_differs_with_weights_type_and_scale() -> None:
 
 def test_a_replica_of_fixed_weights_gets_the_adapter_of_a_checkpoint(tmp_path: Path) -> None:
     model = adapter_model()
-    tensors = adapter(MergedWeights(model, allocate), 5)
+    weights = MergedWeights(model, allocate)
+    tensors = adapter(weights, 5)
     write_adapter(tmp_path, tensors)
+    write_base(tmp_path, model, weights.base_digest)
     (tmp_path / CHECKPOINT_MARKER).write_text('{"metadata": {"step": 7}}')
     fixed = fixed_weights(model, str(tmp_path), allocate)
     assert fixed.policy_version == 7
