@@ -163,15 +163,15 @@ redis-servers: $(INSTALLED) ## Download Redis 7 (from Debian) and Valkey into ~/
 	$(BIN)/python -m tests.support.redis_servers
 
 .PHONY: mutants
-mutants: $(INSTALLED) ## Remove each guard of the ledger: a test must fail; writes docs/reference/guards.md
-	$(BIN)/python -m tests.mutations
+mutants: $(INSTALLED) ## Remove each guard of the ledger: a test must fail; writes docs/reference/guards.md. BASE=main for guards that have changed
+	$(BIN)/python -m tests.mutations $(if $(BASE),--base $(BASE))
 
 .PHONY: guide-mutants
 guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fail. ROWS=H7,Q33, or BASE=main for rows that have changed
 	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
 
 .PHONY: soak
-soak: mutants guide-mutants chaos trainer-kills gang-kills user-code compiled histories fuzz ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
+soak: mutants guide-mutants chaos trainer-kills gang-kills user-code compiled histories fuzz many ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
 
 .PHONY: trainer-kills
 trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for each boundary; and KILLS=100 times at random
@@ -192,6 +192,10 @@ compiled: $(INSTALLED) ## Compile the layers of more kinds of models than `make 
 .PHONY: histories
 histories: $(INSTALLED) ## Try random histories of the ledger: HISTORIES=1000
 	NEXRL_LEDGER_HISTORIES=$(or $(HISTORIES),1000) $(BIN)/pytest tests/integration/test_ledger_properties.py
+
+.PHONY: many
+many: $(INSTALLED) ## Reconcile EXPERIMENTS=500 on a bare API server; needs KUBEBUILDER_ASSETS
+	EXPERIMENTS=$(or $(EXPERIMENTS),500) $(BIN)/pytest -n 1 -s tests/envtest/test_many.py
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=20000 for each of five processes, SEED=0

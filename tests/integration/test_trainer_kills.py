@@ -111,7 +111,10 @@ def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call]
 
     async def is_checkpoint_there() -> bool:
         made = len(world.steps)
-        return made % EVERY_STEPS != 0 or made in (world.resumed_from[-1], committed_steps if to_come else written_steps)
+        return made % EVERY_STEPS != 0 or made in (
+            world.resumed_from[-1],
+            committed_steps if to_come else written_steps,
+        )
 
     async def step_in(call: Call) -> None:
         nonlocal committed_steps, written_steps
@@ -119,7 +122,9 @@ def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call]
             written_steps = train_pb.CommitCheckpointRequest.FromString(call.request).steps
             committed_steps = committed_steps if call.response is None else written_steps
         if call.name == "LeaseTrainBatch" and call.response is None:
-            await eventually(is_checkpoint_there)  # else it is a race what is lost, and which checkpoints are there then
+            await eventually(
+                is_checkpoint_there
+            )  # else it is a race what is lost, and which checkpoints are there then
         if to_come:
             if to_come[0][0].is_due(call, len(world.steps)):
                 await asyncio.to_thread(to_come.pop(0)[1])
@@ -258,8 +263,20 @@ LOSSES = {
 }
 
 
+IN_SOAK = {
+    "a committed checkpoint",
+    "a train batch",
+    "a batch",
+    "a batch that is being trained",
+    "the beginning of a trainer",
+}
+"""What is also lost in another one of LOSSES."""
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("lost", LOSSES)
+@pytest.mark.parametrize(
+    "lost", [pytest.param(lost, marks=[pytest.mark.chaos] if lost in IN_SOAK else []) for lost in LOSSES]
+)
 async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     tmp_path: Path, experiment_name: str, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,10 @@ PROJECT = Path(__file__).parents[2]
 COPIED = ("src", "services", "proto", "tests", "examples", "docs", "deploy", "pyproject.toml")
 WORKERS = 2
 TEST_SECONDS = 300
-ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "NEXRL_LEDGER_HISTORIES": "80"}
-"""Some guards of the ledger are missed only after more random histories than `make test` tries."""
+ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "NEXRL_LEDGER_HISTORIES": "80"}
+"""Some guards of the ledger are missed only after more random histories than `make test` tries. Compiled files are
+kept: two versions of a file that are imported are more than a second apart, so Python tells them apart by their time.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,27 @@ def try_all(mutations: Sequence[Mutation], must_pass: Sequence[str] = ()) -> Ite
         if must_pass:
             _check_unchanged(must_pass, copies.queue[0])
         yield from threads.map(lambda mutation: _try(mutation, copies), mutations)
+
+
+def commit_before(base: str) -> str | None:
+    """Return the commit where this branch left `base`; None if `base` is not in this clone."""
+    if not git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}"):
+        return None
+    return git("merge-base", base, "HEAD").strip() or base
+
+
+def files_changed(since: str) -> set[str]:
+    """Return the paths of all files that differ from a commit."""
+    return set(git("diff", "--name-only", "--relative", since).splitlines())
+
+
+def git(*arguments: str) -> str:
+    """Output of a git command; empty when it fails, or where there is no git."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _copy(folder: Path) -> Path:

@@ -8,11 +8,10 @@ Ends with code 1 when a test passes without the feature that it is marked with, 
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 
-from tests.mutations.copies import PROJECT, Mutation, try_all
+from tests.mutations.copies import PROJECT, Mutation, commit_before, files_changed, git, try_all
 from tests.mutations.features import FOLDER, Feature, load_features, parse, resolve
 from tests.support.marks import TESTS, find_tests
 
@@ -55,11 +54,11 @@ def _try(mutations: Sequence[Mutation]) -> None:
 
 def _changed(chosen: list[tuple[Feature, Mutation]], base: str) -> list[tuple[Feature, Mutation]]:
     """Those whose mutation, mutated file or test file differs from the commit where this branch left `base`."""
-    if not _git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}"):
+    since = commit_before(base)
+    if since is None:
         sys.stdout.write(f"commit {base} is not in this clone: only the texts of the mutations were checked\n")
         return []
-    since = _git("merge-base", base, "HEAD").strip() or base
-    files = set(_git("diff", "--name-only", "--relative", since).splitlines())
+    files = files_changed(since)
     known = {feature for path in FOLDER.glob("*.yaml") for feature in _features_at(since, path.name)}
     return [
         (feature, mutation)
@@ -69,17 +68,8 @@ def _changed(chosen: list[tuple[Feature, Mutation]], base: str) -> list[tuple[Fe
 
 
 def _features_at(commit: str, name: str) -> list[Feature]:
-    text = _git("show", f"{commit}:./{(FOLDER / name).relative_to(PROJECT)}")
+    text = git("show", f"{commit}:./{(FOLDER / name).relative_to(PROJECT)}")
     return parse(text) if text else []
-
-
-def _git(*arguments: str) -> str:
-    """Output of a git command; empty when it fails, or where there is no git."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

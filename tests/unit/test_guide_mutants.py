@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations import guide
+from tests.mutations import copies, guide
+from tests.mutations.__main__ import changed_guards
 from tests.mutations.copies import Mutation, try_all
 from tests.mutations.features import Feature, parse
+from tests.mutations.guard import Guard
 
 ROWS = "in: src\nmutations:\n- {rows: A1, text: one, without: '', test: test_one}\n"
 LATER = "- {rows: A2, text: two, without: '', test: test_two}\n"
@@ -28,7 +30,8 @@ def test_a_test_that_misses_what_is_taken_out_is_told_from_one_that_notices() ->
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a source file and a test for each of two rows, and a mutation of the first."""
-    monkeypatch.setattr(guide, "PROJECT", tmp_path)
+    for module in (guide, copies):
+        monkeypatch.setattr(module, "PROJECT", tmp_path)
     monkeypatch.setattr(guide, "FOLDER", tmp_path / "rows")
     for folder in ("src", "tests", "rows"):
         (tmp_path / folder).mkdir()
@@ -75,6 +78,16 @@ def test_a_row_is_tried_when_its_source_or_its_test_has_changed(project: Path, n
 def test_a_row_is_tried_when_its_mutation_is_new(project: Path) -> None:
     (project / "rows/all.yaml").write_text(ROWS + LATER)
     assert chosen(project) == ["A2"]
+
+
+@pytest.mark.parametrize("name", ["src/one.py", "tests/test_one.py", "tests/mutations/step_guards.py"])
+def test_a_guard_is_tried_when_its_file_its_test_or_its_list_has_changed(project: Path, name: str) -> None:
+    guard = Guard(1, "one", "src/one.py", "a", "b", "tests/test_one.py::test_one")
+    assert changed_guards([guard], "main") == []
+    (project / name).parent.mkdir(exist_ok=True)
+    (project / name).write_text("changed = True\n")
+    commit(project)
+    assert changed_guards([guard], "main") == [guard]
 
 
 def test_what_changed_on_the_base_meanwhile_concerns_nobody(project: Path) -> None:
