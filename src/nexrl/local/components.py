@@ -4,9 +4,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 
 from nexrl.components import BY_NAME, COMPONENTS, Wiring
 from nexrl.errors import FailedPreconditionError
@@ -18,6 +19,8 @@ from nexrl.settings import REDIS_PASSWORD, redis_password
 from nexrl.spec import Experiment
 
 LOOPBACK = "127.0.0.1"
+PORTS = range(10_000, 32_768)
+"""Below those of outgoing connections: one of these could be taken while a process restarts."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,19 @@ def require_free(port: int) -> None:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports on which no process listens at this moment."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports on which no process listens at this moment; raises FailedPreconditionError if there are not so many."""
+    free: list[int] = []
+    for port in SystemRandom().sample(PORTS, len(PORTS)):
+        if len(free) == number:
+            break
+        with socket.socket() as each, suppress(OSError):
+            each.bind((LOOPBACK, port))
+            free.append(port)
+    if len(free) < number:
+        raise FailedPreconditionError(
+            f"ports: fewer than {number} of {PORTS[0]} to {PORTS[-1]} are free; end other runs"
+        )
+    return free
 
 
 def commands(

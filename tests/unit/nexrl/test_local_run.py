@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 
 from nexrl import parent_death
-from nexrl.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from nexrl.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError, NotFoundError
 from nexrl.local import child as child_module
+from nexrl.local import components
 from nexrl.local.child import Child, Command, run_together
 from nexrl.local.components import free_ports
 from nexrl.local.launcher import RunOptions, _gangs, resume_command
@@ -304,10 +306,22 @@ def test_lines_of_a_run_tell_of_trouble_only_while_it_lasts(capsys: pytest.Captu
         assert last_line() == "stopping: soon"
 
 
-def test_free_ports_are_distinct() -> None:
+def test_free_ports_are_distinct_and_none_that_an_outgoing_connection_gets() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
-    assert all(0 < port < 65536 for port in ports)
+    with socket.socket() as outgoing:
+        outgoing.bind(("127.0.0.1", 0))
+        assert all(1024 < port < min(32768, outgoing.getsockname()[1]) for port in ports)
+
+
+def test_a_port_on_which_a_process_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(components, "PORTS", range(port, port + 1))
+        with pytest.raises(FailedPreconditionError, match=f"fewer than 1 of {port} to {port} are free"):
+            free_ports(1)
 
 
 @pytest.mark.parametrize(
