@@ -1,4 +1,4 @@
-"""Many experiments, and an operator with nothing to do. CI has EXPERIMENTS=200, `make many` 500; -s shows the times."""
+"""Many experiments, and an operator with nothing to do. CI has EXPERIMENTS=100, `make many` 500; -s shows the times."""
 
 import asyncio
 import math
