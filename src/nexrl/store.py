@@ -206,6 +206,19 @@ def _shown(url: str) -> str:
 
 
 class _Pool(redis.asyncio.BlockingConnectionPool):
+    _is_closed = False
+
+    async def aclose(self) -> None:
+        """Close the connections. Those that calls in flight open again are closed when these calls end."""
+        self._is_closed = True
+        await super().aclose()
+
+    async def release(self, connection: Any) -> None:
+        """Take a connection back."""
+        await super().release(connection)
+        if self._is_closed:
+            await connection.disconnect()
+
     async def disconnect(self, inuse_connections: bool = True) -> None:
         """Close the connections, also if the task is cancelled meanwhile: redis-py then leaves them open."""
         try:

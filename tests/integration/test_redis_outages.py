@@ -12,8 +12,9 @@ from redis.exceptions import BusyLoadingError
 
 from nexrl.errors import UnavailableError
 from nexrl.local.append_only_file import make_whole
-from nexrl.store import connect_redis, key_prefix, owner_key
+from nexrl.store import Redis, connect_redis, key_prefix, owner_key
 from nexrl_trajectory_pool.ledger import Ledger
+from tests.support import eventually as waits
 from tests.support.ledger import rules
 from tests.support.ledger_run import ALWAYS, EVERY_SECOND, PROGRAMS, experiment_of_node, program, run_on
 from tests.support.redis_servers import (
@@ -155,3 +156,24 @@ async def require_end(url: str, servers: Sequence[Server], experiment: str) -> N
         for call in (ledger.state(), pipeline.execute()):
             with pytest.raises(UnavailableError, match=r"redis\.url: Redis is not available"):
                 await call
+
+
+async def test_a_call_in_flight_when_its_client_closes_leaves_no_connection_open(redis_url: str, redis: Redis) -> None:
+    async def opened() -> dict[str, str]:
+        return {each["id"]: each["cmd"] for each in await redis.client_list() if each["id"] not in before}
+
+    async def has_sent() -> bool:
+        return "blpop" in (await opened()).values()
+
+    async def is_closed() -> bool:
+        return not await opened()
+
+    before: dict[str, str] = {}
+    before = await opened()
+    client = await connect_redis(redis_url)
+    waiting = asyncio.ensure_future(client.blpop(["closing"], timeout=5))
+    await waits.eventually(has_sent)
+    await client.aclose()
+    await redis.rpush("closing", "element")
+    assert await waiting is not None  # it was sent again
+    await waits.eventually(is_closed)

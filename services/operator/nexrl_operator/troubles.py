@@ -67,23 +67,25 @@ def find_trouble(observed: Observed) -> Trouble | None:
     """
     pods = [pod for pod in observed.pods if not has_ended(pod) and not is_deleted(pod)]
     pods.sort(key=lambda pod: (_ORDER.get(component_of(pod), 0), str(pod["metadata"]["name"])))
-    causes = (_trouble_of(pod, observed.warnings) for pod in pods)
+    causes = (_trouble_of(pod, observed.warnings, observed.now) for pod in pods)
     factories = _data_factories(observed.resource.get("spec", {}))
     slow = (_slow_start(pod, observed.now, factories) for pod in pods)
     return next(filter(None, chain(causes, _uncreated(observed), slow)), None)
 
 
 def next_trouble_seconds(observed: Observed) -> float | None:
-    """Return the seconds until a container that now starts has been starting for too long; None if none starts."""
+    """Return the seconds until a container has been starting for too long, or has run on since it ended; else None."""
     pods = [pod for pod in observed.pods if not has_ended(pod)]
-    found = [START_SECONDS - _starting_seconds(each, observed.now) for pod in pods for each in _statuses(pod)]
+    statuses = chain(*(_statuses(pod, kind) for pod in pods for kind in ("initContainerStatuses", "containerStatuses")))
+    young = (each for each in statuses if not each.get("ready") or each.get("lastState"))
+    found = [START_SECONDS - _running_seconds(each, observed.now) for each in young]
     return min((seconds for seconds in found if 0 < seconds < START_SECONDS), default=None)
 
 
 # pods -----------------------------------------------------------------------------------------------------------------
 
 
-def _trouble_of(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Trouble | None:
+def _trouble_of(pod: Object, warnings: Mapping[str, Sequence[Object]], now: float) -> Trouble | None:
     name = pod["metadata"]["name"]
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
@@ -91,17 +93,17 @@ def _trouble_of(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Troubl
         return Trouble(scheduled.get("reason", "Unschedulable"), message + _remedy(pod, "", message))
     containers = _statuses(pod, "initContainerStatuses"), _statuses(pod)
     for status in (*containers[0], *containers[1]):
-        if (found := _trouble_of_container(pod, status)) is not None:
+        if (found := _trouble_of_container(pod, status, now)) is not None:
             return found
     return _mount_trouble(pod, warnings) or _endless_init(pod, *containers)
 
 
-def _trouble_of_container(pod: Object, status: Mapping[str, Any]) -> Trouble | None:
+def _trouble_of_container(pod: Object, status: Mapping[str, Any], now: float) -> Trouble | None:
     container, state = status["name"], status.get("state", {})
     waiting, ended = state.get("waiting", {}), state.get("terminated", {})
     reason, last = waiting.get("reason", ""), status.get("lastState", {}).get("terminated") or {}
-    # Between two ends it runs for a moment: that is no news. One that has answered its startup probe is not named.
-    keeps_ending = last.get("exitCode") and status.get("started") is False and (not waiting or reason in _HOPELESS)
+    ends_again = ended.get("exitCode") != 0 and (not waiting or reason in _HOPELESS)
+    keeps_ending = last.get("exitCode") and ends_again and not _has_recovered(pod, status, now)
     if keeps_ending or (reason == "CrashLoopBackOff" and last):
         why = START_ERROR if last.get("reason") == START_ERROR else "CrashLoopBackOff"
         told = ending(pod, container, last, "keeps ending, the last time", _remedy(pod, why, "", container))
@@ -114,6 +116,17 @@ def _trouble_of_container(pod: Object, status: Mapping[str, Any]) -> Trouble | N
         told = ending(pod, container, ended, "has ended", _remedy(pod, "", "", container))
         return Trouble("ContainerFailed", told)
     return None
+
+
+def _has_recovered(pod: Object, status: Mapping[str, Any], now: float) -> bool:
+    """Return whether a container that has ended before runs on: between two ends it runs for a moment.
+
+    Without a startup probe, the kubelet says "started" as soon as it runs.
+    """
+    containers = chain(*(pod.get("spec", {}).get(kind, ()) for kind in ("containers", "initContainers")))
+    if any(each["name"] == status["name"] and "startupProbe" in each for each in containers):
+        return bool(status.get("started"))
+    return _running_seconds(status, now) >= START_SECONDS
 
 
 def _mount_trouble(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Trouble | None:
@@ -168,10 +181,12 @@ def _starting_seconds(status: Mapping[str, Any], now: float) -> float:
 
     The startup probe says less: the port that it asks is open before code of the user is imported.
     """
+    return 0.0 if status.get("ready") else _running_seconds(status, now)
+
+
+def _running_seconds(status: Mapping[str, Any], now: float) -> float:
     running = status.get("state", {}).get("running", {})
-    if status.get("ready") or "startedAt" not in running:
-        return 0.0
-    return max(0.0, now - seconds(running["startedAt"]))
+    return max(0.0, now - seconds(running["startedAt"])) if "startedAt" in running else 0.0
 
 
 # pods that do not exist -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nexrl.spec import SpecError, dump_resolved, load_experiment, load_resolved, validate_file
+from nexrl.spec import SpecError, load_experiment, validate_file
 from nexrl.spec.algorithm import Cispo
 from nexrl.spec.data import JsonlDataSpec
 from nexrl.spec.rollout import ScoredRollout
@@ -153,7 +153,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"algorithm": {"loss": "hinge"}},
             "spec.algorithm.loss",
-            ['"hinge"', "ppo_clip, gspo, cispo, dppo_tv, sapo, reinforce, cross_entropy, or `mod"],
+            ['"hinge"', "ppo_clip, decoupled_ppo, gspo, cispo, dppo_tv, sapo, reinforce, cross_entropy, or `mod"],
         ),
         ({"algorithm": {"loss": "cispo", "clipLow": 0.1}}, "spec.algorithm.clipLow", ["0.1", "only loss ppo_clip"]),
         ({"algorithm": {"lossConfig": {"a": 1}}}, "spec.algorithm.lossConfig", ["only loss module:name"]),
@@ -174,6 +174,24 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             "spec.algorithm.advantage",
             ["max_rl", "no penalty"],
         ),
+        ({"algorithm": {"advantage": "pass_at_k"}}, "spec.algorithm.passK", ["missing"]),
+        ({"algorithm": {"passK": 4}}, "spec.algorithm.passK", ["4", "only advantage pass_at_k"]),
+        (
+            {"algorithm": {"advantage": "pass_at_k", "passK": 8}},
+            "spec.algorithm.passK",
+            ["8", "below trajectoryPool.groupSize (8)"],
+        ),
+        (
+            {"algorithm": {"loss": "decoupled_ppo", "correction": {"tokenBand": {"low": 0.5, "high": 5.0}}}},
+            "spec.algorithm.correction",
+            ["same ratio", "remove tokenBand"],
+        ),
+        (
+            {"algorithm": {"optimizer": "muon"}, "trainer": {"steps": 1, "processesPerReplica": 2}},
+            "spec.algorithm.optimizer",
+            ["whole matrices", "use adamw"],
+        ),
+        ({"algorithm": {"klTarget": 0.1}}, "spec.algorithm.klTarget", ["needs klCoefficient", "above 0"]),
         ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),
         (
             {"trajectoryPool": {"groupSize": 1}},
@@ -360,24 +378,6 @@ def test_what_a_wrong_section_names_is_looked_for_all_the_same(write: Write) -> 
     }
     both = {"path": "nowhere", "scratch": {"alphabet": "0123456789"}}
     assert set(problems(write(model=both))) == {"spec.model.path", "spec.model.scratch"}
-
-
-def test_the_resolved_file_is_the_same_experiment_from_any_folder(write: Write, tmp_path: Path) -> None:
-    # A null where the default is a number means "no limit".
-    loaded = load_experiment(write(), ["algorithm.learningRate=1e-5", "startupDeadlineSeconds=null"])
-    elsewhere = tmp_path / "run" / "experiment.yaml"
-    elsewhere.parent.mkdir()
-    elsewhere.write_text(dump_resolved(loaded))
-    assert load_resolved(elsewhere) == loaded
-    assert load_experiment(elsewhere) == loaded
-    assert load_resolved(elsewhere).folder == tmp_path
-
-
-def test_a_resolved_file_is_read_without_its_data(tmp_path: Path) -> None:
-    document = minimal(data={"type": "jsonl", "path": "/nowhere.jsonl"}, model={"path": "/nowhere"})
-    path = tmp_path / "resolved.yaml"
-    path.write_text(yaml.safe_dump(document))
-    assert load_resolved(path).spec.model.path == "/nowhere"
 
 
 def test_an_experiment_cannot_be_changed(write: Write) -> None:

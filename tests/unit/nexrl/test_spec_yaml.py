@@ -1,12 +1,14 @@
 """The YAML of experiment files: what is written is read back, and plain scalars have the types of YAML 1.2."""
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexrl.spec import Experiment, dump_resolved
+from nexrl.spec import Experiment, dump_resolved, load_experiment, load_resolved
 from nexrl.spec.yaml_core import dump, load
 
 
@@ -47,3 +49,27 @@ def test_yaml_that_is_written_is_read_back(value: object) -> None:
 def test_plain_scalars_have_the_types_of_yaml_1_2(text: str, value: object) -> None:
     read = load(text)
     assert (read, type(read)) == (value, type(value))
+
+
+def write(path: Path, data: dict[str, str], model: dict[str, object]) -> Path:
+    spec = {"model": model, "data": data, "trainer": {"steps": 3}, "rollout": {"maxNewTokens": 8}}
+    head = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": "minimal"}}
+    path.write_text(yaml.safe_dump({**head, "spec": spec}))
+    return path
+
+
+def test_the_resolved_file_is_the_same_experiment_from_any_folder(tmp_path: Path) -> None:
+    path = write(tmp_path / "experiment.yaml", {"type": "mock"}, {"scratch": {"alphabet": "0123456789"}})
+    # A null where the default is a number means "no limit".
+    loaded = load_experiment(path, ["algorithm.learningRate=1e-5", "startupDeadlineSeconds=null"])
+    elsewhere = tmp_path / "run" / "experiment.yaml"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(dump_resolved(loaded))
+    assert load_resolved(elsewhere) == loaded
+    assert load_experiment(elsewhere) == loaded
+    assert load_resolved(elsewhere).folder == tmp_path
+
+
+def test_a_resolved_file_is_read_without_its_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "resolved.yaml", {"type": "jsonl", "path": "/nowhere.jsonl"}, {"path": "/nowhere"})
+    assert load_resolved(path).spec.model.path == "/nowhere"

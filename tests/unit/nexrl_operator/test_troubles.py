@@ -116,6 +116,16 @@ NO_CLAIM = [{"type": "PodScheduled", "status": "False", "message": 'persistentvo
             id="runs between two ends",
         ),
         pytest.param(
+            pod(
+                "trainer",
+                {**again("fetch", START_SECONDS - 1, exitCode=7, message="no such bucket"), "started": True},
+                running("nexrl", 100, is_started=True),
+            ),
+            "CrashLoopBackOff",
+            ["container fetch of pod x-trainer-0 keeps ending", "exit code 7", "no such bucket"],
+            id="sidecar without a startup probe runs between two ends",
+        ),
+        pytest.param(
             pod("rollout", waiting("CrashLoopBackOff", exitCode=128, reason="StartError", message='exec: "typo"')),
             "CrashLoopBackOff",
             ['exec: "typo"; correct the container nexrl in spec.rollout.template'],
@@ -235,6 +245,20 @@ def test_refusal_of_pods_is_told_in_full(kind: str, cause: str, remedy: str) -> 
     assert found.message.startswith(expected)
     assert found.message.endswith("spec.rollout.template")
     assert find_trouble(observed(pod("rollout"), children=[child], warnings=told)) is None
+
+
+def test_a_container_that_ended_and_then_runs_on_or_has_done_its_work_is_not_named() -> None:
+    probed = {"containers": [{"name": "nexrl", "startupProbe": {}}]}
+    answered = {**running("nexrl", 1, is_started=True), "lastState": {"terminated": {"exitCode": 3}}}
+    assert find_trouble(observed(pod("rollout", answered, spec=probed))) is None
+    sidecar = {**answered, "name": "proxy"}
+    found = find_trouble(observed(pod("rollout", sidecar, spec=probed)))
+    assert found is not None
+    assert next_trouble_seconds(observed(pod("rollout", sidecar))) == START_SECONDS - 1
+    longer = {**running("proxy", START_SECONDS, is_started=True), "lastState": sidecar["lastState"]}
+    assert find_trouble(observed(pod("rollout", longer, spec=probed))) is None
+    done = {**sidecar, "state": {"terminated": {"exitCode": 0}}, "started": False}
+    assert find_trouble(observed(pod("rollout", running("nexrl", 1, is_started=True), init=done))) is None
 
 
 def test_the_operator_looks_again_when_a_container_has_been_starting_for_too_long() -> None:
