@@ -110,7 +110,7 @@ proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/
 
 .PHONY: test
 test: $(INSTALLED) ## Run the unit, contract, integration and end-to-end tests that need no GPU, vLLM or cluster
-	$(BIN)/pytest -n 2 --dist worksteal -m '$(DEFAULT_TESTS)'
+	$(BIN)/pytest -n 3 --dist worksteal -m '$(DEFAULT_TESTS)'
 
 .PHONY: test-e2e
 test-e2e: $(INSTALLED) ## Run only the tests that start `nexrl run`

@@ -26,6 +26,8 @@ def read_marker(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((path / CHECKPOINT_MARKER).read_text())
     except (OSError, ValueError) as error:  # ValueError: no JSON, or a path with a character that is not allowed
         raise NotFoundError(f"{path} is not a complete checkpoint: {CHECKPOINT_MARKER}: {error}") from None
+    if not isinstance(content, dict) or not {"format", "metadata", "sha256"} <= content.keys():
+        raise NotFoundError(f"{path} is not a complete checkpoint: {CHECKPOINT_MARKER} is no marker of NexRL")
     if content["format"] != FORMAT:
         raise FailedPreconditionError(f"checkpoint {path} has format {content['format']}; this version reads {FORMAT}")
     return content

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from nexrl.checkpoint_files import check_files
 from nexrl.errors import AlreadyExistsError, InvalidArgumentError, UnavailableError
 from nexrl.models import iter_weights
 from nexrl.run_layout import CHECKPOINT_MARKER
@@ -129,6 +130,17 @@ def test_a_checkpoint_that_was_put_aside_is_not_fetched_again(s3: S3Server, tmp_
     fetched = StoredCheckpoints(stored(s3), KEEP).fetch_newest(tmp_path / "run")
     assert fetched is not None
     assert fetched.name == "global_step_1"
+
+
+async def test_a_damaged_checkpoint_is_replaced_by_its_copy_in_the_storage(s3: S3Server, tmp_path: Path) -> None:
+    for step in (1, 2):
+        StoredCheckpoints(stored(s3), KEEP).put(path := checkpoint(tmp_path / "run/checkpoints", step))
+    (path / "model.safetensors").write_text("damaged")
+    uploads = new_uploads(s3, tmp_path / "run")
+    assert await uploads.fetch_newest(durable_steps=2) is None
+    assert await uploads.fetch_newest(durable_steps=2, damaged=[path]) == path
+    check_files(path)
+    assert (path.with_name("global_step_2.unusable") / "model.safetensors").read_text() == "damaged"
 
 
 def test_the_newest_checkpoints_stay_and_those_of_lost_steps_do_not(s3: S3Server, tmp_path: Path) -> None:

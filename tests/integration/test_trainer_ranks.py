@@ -91,8 +91,9 @@ def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(ranks: RankPro
     assert_as_on_one_rank(train(case), by_rank)
 
 
-def test_mini_batches_and_epochs_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses) -> None:
-    case = RankCase(STEPS, {"loss": "ppo_clip", "mini_batches": 2, "epochs": 2})
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo"])
+def test_mini_batches_and_epochs_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str) -> None:
+    case = RankCase(STEPS, {"loss": loss, "mini_batches": 2, "epochs": 2})
     (by_rank,) = ranks.train(2, [case])
     assert_as_on_one_rank(train(case), by_rank)
 

@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from nexrl.activity import ActivityTracker
+from nexrl.errors import InvalidArgumentError
 from nexrl.rpc.client import connect
 from nexrl.v1 import activity_service_pb2 as activity_pb
-from tests.support.training import CALL_SECONDS, World, building_worlds
+from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
+from tests.support.training import CALL_SECONDS, KillAt, World, building_worlds
 
 
 class RecordingTracker(ActivityTracker):
@@ -93,3 +96,48 @@ async def test_the_processor_takes_batches_from_one_pool_to_the_other_and_tracks
     assert processing.cancelled()
     assert (answer.train_batch.batch_id, len(answer.train_batch.sample_ids)) == (0, 4)
     assert tracker.tracked == {"wait_batch", "process_batch"}
+
+
+class KillAtCommit(KillAt):
+    """Simulates a kill when the trainer has written a checkpoint, and the ledger has not committed it yet."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(1, is_seen=False)
+        self._steps = steps
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        is_commit = isinstance(request, train_pb.CommitCheckpointRequest) and request.steps == self._steps
+        if is_commit or self._left < 1:
+            return await super().intercept_unary_unary(continuation, client_call_details, request)
+        return await continuation(client_call_details, request)
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
+async def test_the_steps_of_a_damaged_checkpoint_are_made_again_unless_the_ledger_has_committed_it(
+    build: Callable[..., Awaitable[World]],
+) -> None:
+    whole, world = await build("undamaged"), await build("damaged")
+    assert await whole.live() is not None
+    assert await world.live(KillAtCommit(4)) is None
+    newest = world.folder / "checkpoints/global_step_4"
+    written = (newest / "model.safetensors").read_bytes()
+    flip_a_bit(newest)
+    (world.folder / "checkpoints/global_step_3.abandoned.tmp").mkdir()
+    assert await world.live() is not None
+    assert [step for step, _ in world.made] == [0, 1, 2, 3, 2, 3]
+    assert all(dict(whole.made)[step] == batch for step, batch in world.made)
+    assert (newest / "model.safetensors").read_bytes() == written
+    assert checkpoints_of(world) == {"global_step_2", "global_step_4", "global_step_4.unusable"}
+    state = await world.pool.state()
+    assert (state.trained, state.durable, state.imbalance) == (16, 16, 0)
+
+    flip_a_bit(newest)
+    async with connect(world.pool.address) as channel:
+        with pytest.raises(InvalidArgumentError, match="continues from 4 to 4 steps"):
+            await world.worker(channel).run()
+    assert checkpoints_of(world) == {"global_step_2", "global_step_4", "global_step_4.unusable"}

@@ -15,10 +15,14 @@ REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/reference/algorithms.md").read_text()
 AGGREGATIONS = [value_of(variant, "aggregation") for variant in variants(AlgorithmSpec)["aggregation"]]
 ESTIMATORS = get_args(AlgorithmSpec.model_fields["kl_estimator"].annotation)
+OPTIMIZERS = get_args(AlgorithmSpec.model_fields["optimizer"].annotation)
+TARGETS = [field.alias for name, field in AlgorithmSpec.model_fields.items() if name.endswith("_target")]
 CORRECTIONS = [field.alias for field in CorrectionSpec.model_fields.values()]
 
 
-@pytest.mark.parametrize("choice", [*LOSSES, *ADVANTAGES, *AGGREGATIONS, *ESTIMATORS, *CORRECTIONS])
+@pytest.mark.parametrize(
+    "choice", [*LOSSES, *ADVANTAGES, *AGGREGATIONS, *ESTIMATORS, *CORRECTIONS, *OPTIMIZERS, *TARGETS]
+)
 def test_each_choice_has_a_row(choice: str) -> None:
     assert re.search(rf"^\| `{choice}` \|", PAGE, re.MULTILINE)
 

@@ -6,7 +6,8 @@ size and be in any order) and returns float32 `advantages_B`. A group whose rewa
 Advantages that compare the whole batch get one group with all samples (`compared_groups`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.spec.algorithm import BATCH_BASELINES, AlgorithmSpec, Grpo
+from nexrl_trainer.best_of_k import best_of_k_differences
 
 FloatArray = NDArray[np.floating[Any]]
 IntArray = NDArray[np.integer[Any]]
@@ -62,12 +64,29 @@ def batch_scaled_group_advantages(rewards_B: FloatArray, groups_B: IntArray) -> 
     return _scaled(_centred(rewards_B, groups_B), np.zeros_like(groups_B))
 
 
-ADVANTAGES: Mapping[str, Advantage] = {
+def pass_at_k_advantages(rewards_B: FloatArray, groups_B: IntArray, *, pass_k: int) -> NDArray[np.float32]:
+    """How much better the best of `pass_k` samples is if this one is among them, divided by (deviation + 1e-4).
+
+    Pass@k training (arXiv 2508.10751, equations 10 to 15), for any rewards: of all sets of `pass_k` samples of a group,
+    each with its best reward, the mean over those that contain the sample, minus the mean over all, divided by the
+    standard deviation over all. A group of no more than `pass_k` samples gets 0.
+    """
+    index_B, size_G = _group_index(groups_B)
+    advantages_B = np.zeros(len(rewards_B))
+    for group in np.flatnonzero(size_G > pass_k):
+        rows = np.flatnonzero(index_B == group)
+        differences_S, deviation = best_of_k_differences(rewards_B[rows], pass_k)
+        advantages_B[rows] = differences_S / (deviation + _STD_FLOOR)
+    return np.where(zero_variance_samples(rewards_B, groups_B), 0.0, advantages_B).astype(np.float32)
+
+
+ADVANTAGES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
     "group_mean": group_mean_advantages,
     "group_mean_std": group_standardized_advantages,
     "rloo": leave_one_out_advantages,
     "max_rl": max_likelihood_advantages,
     "group_mean_batch_std": batch_scaled_group_advantages,
+    "pass_at_k": pass_at_k_advantages,
     "batch_mean_std": group_standardized_advantages,
 }
 """By the name in the experiment's `algorithm.advantage`."""
@@ -80,6 +99,8 @@ def advantage_function(algorithm: AlgorithmSpec, folder: Path) -> Advantage:
     """
     if not isinstance(algorithm, Grpo):
         return lambda rewards_B, groups_B: rewards_B.astype(np.float32)
+    if algorithm.pass_k is not None:
+        return partial(pass_at_k_advantages, pass_k=algorithm.pass_k)
     if algorithm.advantage in ADVANTAGES:
         return ADVANTAGES[algorithm.advantage]
     return _user_advantage(algorithm.advantage, folder)

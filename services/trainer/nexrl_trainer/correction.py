@@ -1,7 +1,8 @@
 """Leaves out of the loss what is too far off-policy: because the engine computes other probabilities than the trainer,
 or because a sample is of an old policy.
 
-Suffixes: _T trained tokens, flat, _S sequences. r = p / p_rollout is the ratio of a token; see `losses`.
+Suffixes: _T trained tokens, flat, _S sequences. r = p / p_rollout is the ratio of a token; see `losses`. With
+decoupled PPO, p is the policy at the start of the step: what later updates change, the clip of the loss limits.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from nexrl.algorithm import LossInputs
 from nexrl.spec.algorithm import CorrectionSpec, RatioBand
-from nexrl_trainer.losses import log_ratio, sequence_means
+from nexrl_trainer.losses import log_ratio, proximal_logprobs, sequence_means
 
 
 def left_out(inputs: LossInputs, correction: CorrectionSpec) -> Tensor | None:
@@ -20,7 +21,7 @@ def left_out(inputs: LossInputs, correction: CorrectionSpec) -> Tensor | None:
     """
     if correction == CorrectionSpec():
         return None
-    log_ratio_T = log_ratio(inputs.logprobs_T.detach(), inputs.rollout_logprobs_T)
+    log_ratio_T = log_ratio(proximal_logprobs(inputs), inputs.rollout_logprobs_T)
     left_out_T = torch.zeros_like(log_ratio_T, dtype=torch.bool)
     if correction.token_band:
         left_out_T |= _is_outside(log_ratio_T, correction.token_band)

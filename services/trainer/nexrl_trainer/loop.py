@@ -9,19 +9,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Gauge
-from transformers import PreTrainedTokenizerBase
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import TrainBatchClient
 from nexrl.errors import FailedPreconditionError, LeaseLostError, NexrlError, TrainingFailedError
-from nexrl.run_layout import CHECKPOINT_PREFIX, checkpoint_path
+from nexrl.run_layout import checkpoint_path
 from nexrl.spec import ExperimentSpec
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
@@ -31,17 +29,17 @@ from nexrl.weights.packing import Snapshot
 from nexrl.weights.publisher import WeightPublisher
 from nexrl_trainer.checkpoint import (
     CheckpointMetadata,
-    find_latest_checkpoint,
+    OpenedCheckpoint,
     hold_checkpoint,
-    load_checkpoint,
+    open_checkpoint,
     prune_checkpoints,
-    put_aside,
-    read_metadata,
+    remove_abandoned,
 )
 from nexrl_trainer.checkpoint_writer import CheckpointWriter
 from nexrl_trainer.phase import Phase
+from nexrl_trainer.starting_point import Checkpoints, StartingPoint
 from nexrl_trainer.step import Learner
-from nexrl_trainer.uploads import END_SECONDS, Uploads
+from nexrl_trainer.uploads import END_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +54,6 @@ STEP = Gauge("nexrl_trainer_step", "Optimizer steps made.")
 
 ResultT = TypeVar("ResultT")
 ResponseT = TypeVar("ResponseT")
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Where checkpoints are written, what to start from when there is none yet, and the tokenizer saved with them."""
-
-    folder: Path
-    start_from: Path | None
-    tokenizer: PreTrainedTokenizerBase
-    uploads: Uploads | None = None
-    """The copy of the run in object storage; None without `storage.uri`."""
 
 
 class TrainWorker:
@@ -189,7 +176,14 @@ class TrainWorker:
     async def load_checkpoint(self, path: Path) -> None:
         """Load a checkpoint into the learner, and note the position in the data at which to continue."""
         await self._writer.finish()
-        metadata = await self.in_torch_thread(lambda: load_checkpoint(path, self.learner))
+        await self._load(await self._open(path))
+
+    async def _open(self, path: Path) -> OpenedCheckpoint:
+        return await self.in_torch_thread(lambda: open_checkpoint(path, self.learner))
+
+    async def _load(self, opened: OpenedCheckpoint) -> None:
+        path, metadata = opened.path, opened.metadata
+        await self.in_torch_thread(lambda: opened.load(self.learner))
         self._data_cursor = int(metadata.cursor.get("position", 0))
         self._drops_in_a_row = metadata.drops_in_a_row
         self._checkpointed_step = self.learner.step if path.parent == self._checkpoints.folder else -1
@@ -241,25 +235,12 @@ class TrainWorker:
                 await self._uploads.finish(END_SECONDS, limit_seconds)
 
     async def _resume(self) -> None:
-        """Start from the newest checkpoint that is not ahead of the ledger.
-
-        A checkpoint is ahead of the ledger if Redis has lost acknowledgements. It is put aside, and an older one is
-        tried. The samples of its last steps will be granted again, so no trainer may ever continue from it.
-        """
-        while True:
-            if self._uploads is not None:
-                with self._phase("fetch", waiting_on="object storage"):
-                    ledger = await self._pool.state()
-                    await self._uploads.fetch_newest(ledger.durable_steps, ledger.trained)
-            path = find_latest_checkpoint(self._checkpoints.folder) or self._checkpoints.start_from
-            begin = read_metadata(path) if path else CheckpointMetadata(step=0)
-            try:
-                answer = await self._pool.resume(begin.step, int(begin.cursor.get("position", 0)))
-                break
-            except FailedPreconditionError as refusal:
-                await self._put_aside(path, begin.step, refusal)
-        if path is not None:
-            await self.load_checkpoint(path)
+        """Agree with the ledger on where to start, and load the checkpoint."""
+        start = StartingPoint(self._checkpoints, self._pool, self._activity, self._open)
+        opened, answer = await start.find()
+        await asyncio.to_thread(remove_abandoned, self._checkpoints.folder)
+        if opened is not None:
+            await self._load(opened)
         if self._uploads is not None and self._checkpointed_step >= 0:
             self._uploads.add(checkpoint_path(self._checkpoints.folder, self._checkpointed_step))
         self._acked_steps = self.learner.step
@@ -268,23 +249,6 @@ class TrainWorker:
         log.info("trainer %d begins at step %d", answer.incarnation, self.learner.step)
         if answer.replayed_steps:
             log.warning("%d steps are in no checkpoint and will be replayed", answer.replayed_steps)
-
-    async def _put_aside(self, path: Path | None, step: int, refusal: FailedPreconditionError) -> None:
-        """Put a checkpoint aside that is ahead of the ledger. Raises FailedPreconditionError if it is not ahead."""
-        state = await self._pool.state()
-        acknowledged, folder = state.durable_steps + state.trained, self._checkpoints.folder
-        if path is None or path.parent != folder or step <= acknowledged:
-            existing = ", ".join(sorted(found.name for found in folder.glob(f"{CHECKPOINT_PREFIX}*"))) or "none"
-            raise FailedPreconditionError(
-                f"no checkpoint fits the ledger, which can resume from {state.durable_steps} to {acknowledged} steps. "
-                f"In {folder}: {existing}; tried last: {path or 'the initial weights'}. Put a checkpoint of so many "
-                "steps there, or start under another metadata.name with resume.mode from_path and one of these"
-            ) from refusal
-        aside = await asyncio.to_thread(put_aside, path)
-        log.warning(
-            "%s is kept as %s and not used: the ledger has only %d steps, because Redis has lost its last writes",
-            *(path, aside.name, acknowledged),
-        )
 
     async def _ask_ledger(self, answer: Awaitable[ResultT]) -> ResultT:
         """Await a call of the pool. Raises LeaseLostError if the ledger contradicts what this trainer has made.

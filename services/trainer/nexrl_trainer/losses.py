@@ -10,6 +10,7 @@ gradient NaN even where a clip removes the token. A clamped token has no gradien
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ from nexrl.algorithm import LossInputs, LossOutputs
 
 MAX_LOG_RATIO = 20.0
 """The limit of verl (verl/trainer/ppo/core_algos.py, compute_policy_loss): ratios stay within e^-20 and e^20."""
+
+PROXIMAL = "proximal_logprobs"
+"""Column with the log-probabilities under the policy at the start of the step, which the trainer adds for a loss of
+PROXIMAL_LOSSES if the step has several updates."""
+PROXIMAL_LOSSES = frozenset({"decoupled_ppo"})
+
+
+def proximal_logprobs(inputs: LossInputs) -> Tensor:
+    """Log p at the start of the step, without a gradient. In the first update of a step that is log p. Shape [T]."""
+    return inputs.columns.get(PROXIMAL, inputs.logprobs_T).detach()
 
 
 def log_ratio(logprobs_T: Tensor, other_logprobs_T: Tensor) -> Tensor:
@@ -51,6 +62,20 @@ def clipped_policy_loss(
     """
     ratio_T = log_ratio(inputs.logprobs_T, inputs.rollout_logprobs_T).exp()
     return _clipped_surrogate(inputs, ratio_T, clip_low, clip_high, dual_clip)
+
+
+def decoupled_ppo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, weight_limit: float) -> LossOutputs:
+    """-sum w * min(v, weight_limit) * min(u * A, clip(u, 1 - clip_low, 1 + clip_high) * A), u = p / p_0, v = p_0 / q.
+
+    p_0 is the policy at the start of the step, q that of the rollout: AReaL (arXiv 2505.24298, equation 5) after
+    arXiv 2110.00641. The clip stays around a recent policy, however old the samples are; v corrects for their age, and
+    for an engine that computes other probabilities than the trainer. In the first update u = 1, so nothing is clipped.
+    """
+    proximal_T = proximal_logprobs(inputs)
+    age_weights_T = log_ratio(proximal_T, inputs.rollout_logprobs_T).exp().clamp(max=weight_limit)
+    ratio_T = log_ratio(inputs.logprobs_T, proximal_T).exp()
+    weighted = replace(inputs, weights_T=inputs.weights_T * age_weights_T)
+    return _clipped_surrogate(weighted, ratio_T, clip_low, clip_high)
 
 
 def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutputs:
@@ -106,6 +131,7 @@ def sapo_loss(inputs: LossInputs, *, positive_temperature: float, negative_tempe
 
 LOSSES: Mapping[str, Callable[..., LossOutputs]] = {
     "ppo_clip": clipped_policy_loss,
+    "decoupled_ppo": decoupled_ppo_loss,
     "gspo": gspo_loss,
     "cispo": cispo_loss,
     "dppo_tv": dppo_tv_loss,

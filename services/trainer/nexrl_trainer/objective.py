@@ -20,6 +20,7 @@ from nexrl.code_reference import USER_CODE_ERRORS, load_reference, refused_argum
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.spec.algorithm import AlgorithmSpec, OwnLoss
+from nexrl_trainer.coefficients import Coefficients
 from nexrl_trainer.correction import left_out
 from nexrl_trainer.losses import LOSSES, MAX_LOG_RATIO, log_ratio
 from nexrl_trainer.ranks import Ranks
@@ -39,10 +40,14 @@ class ObjectiveTerms:
 
 
 class Objective:
-    """Policy loss - entropyCoefficient * sum w * entropy + klCoefficient * sum w * KL(policy || initial model)."""
+    """Policy loss - entropyCoefficient * sum w * entropy + klCoefficient * sum w * KL(policy || initial model).
+
+    `coefficients` are those of the current step.
+    """
 
     def __init__(self, algorithm: AlgorithmSpec, folder: Path) -> None:
         self.algorithm = algorithm
+        self.coefficients = Coefficients(algorithm)
         self._policy_loss = policy_loss(algorithm, folder)
 
     def __call__(self, inputs: LossInputs, entropy_T: Tensor, reference_logprobs_T: Tensor | None) -> ObjectiveTerms:
@@ -51,12 +56,12 @@ class Objective:
         if left_out_T is not None:
             inputs = replace(inputs, weights_T=inputs.weights_T.masked_fill(left_out_T, 0))
         objective = (outputs := self._policy_loss(inputs)).loss
-        if self.algorithm.entropy_coefficient:
-            objective = objective - self.algorithm.entropy_coefficient * (inputs.weights_T * entropy_T).sum()
+        if self.coefficients.entropy:
+            objective = objective - self.coefficients.entropy * (inputs.weights_T * entropy_T).sum()
         kl_T = torch.zeros_like(entropy_T)
         if reference_logprobs_T is not None:
             kl_T = kl_penalty(inputs, reference_logprobs_T, self.algorithm)
-            objective = objective + self.algorithm.kl_coefficient * (inputs.weights_T * kl_T).sum()
+            objective = objective + self.coefficients.kl * (inputs.weights_T * kl_T).sum()
         none_T = torch.zeros_like(outputs.clipped_T)
         return ObjectiveTerms(
             objective, entropy_T, kl_T, outputs.clipped_T, none_T if left_out_T is None else left_out_T

@@ -1,17 +1,18 @@
-"""AdamW on float32 master weights, and its learning-rate schedule."""
+"""AdamW or Muon on float32 master weights, and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl_trainer.tensor_slices import SavedTensors
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MUON_STATE = ("momentum_buffer",)
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, algorithm: AlgorithmSpec, total_steps: int) -> float:
@@ -35,7 +36,7 @@ def learning_rate(step: int, algorithm: AlgorithmSpec, total_steps: int) -> floa
 
 
 class MasterOptimizer:
-    """AdamW (arXiv 1711.05101) that updates float32 masters of a model's weights, and copies them to the model.
+    """AdamW or Muon, which updates float32 masters of a model's weights, and copies them to the model.
 
     A 16-bit weight has a float32 copy as its master, because most updates would round to nothing in 16 bits. A float32
     weight is its own master. Gradients of 16-bit weights are added up in float32 as each backward pass makes them: over
@@ -43,9 +44,13 @@ class MasterOptimizer:
 
     If the model is sharded over several ranks, so are masters and moments: each rank updates its shards.
 
-    The update divides by sqrt(second moment) + `algorithm.eps`. Weight decay is decoupled: each update multiplies a
-    weight by 1 - rate * `algorithm.weight_decay`. Without `algorithm.decay_norms_and_biases`, weights of one dimension
-    do not decay.
+    AdamW (arXiv 1711.05101) divides by sqrt(second moment) + `algorithm.eps`. Weight decay is decoupled: each update
+    multiplies a weight by 1 - rate * `algorithm.weight_decay`. Without `algorithm.decay_norms_and_biases`, weights of
+    one dimension do not decay.
+
+    Muon (arXiv 2502.16982) moves each matrix of the layers by an orthogonal one near its momentum. AdamW updates the
+    rest, such as embeddings and head. Updates of Muon are scaled to the usual size of AdamW's, 0.2 times the rate, so
+    rate and decay mean the same. Muon needs whole matrices, so the model must not be sharded.
     """
 
     def __init__(self, model: PreTrainedModel, algorithm: AlgorithmSpec) -> None:
@@ -55,10 +60,16 @@ class MasterOptimizer:
         for name, parameter in self._parameters():
             if self._masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_gradient_mover(self._masters[name]))
+        self._hidden = hidden_matrices(model) if algorithm.optimizer == "muon" else frozenset()
         beta1, beta2 = algorithm.betas
-        self._adamw = torch.optim.AdamW(
+        adamw = torch.optim.AdamW(
             self._groups(), betas=(beta1, beta2), eps=algorithm.eps, weight_decay=algorithm.weight_decay, fused=True
         )
+        self._optimizers: list[torch.optim.Optimizer] = [adamw]
+        if self._hidden:
+            hidden = [self._masters[name] for name in self._masters if name in self._hidden]
+            muon = torch.optim.Muon(hidden, weight_decay=algorithm.weight_decay, adjust_lr_fn="match_rms_adamw")
+            self._optimizers.append(muon)
 
     def clip_gradient(self) -> float:
         """Scale the gradient down to `algorithm.gradient_clip` if its norm is larger; return the norm before that."""
@@ -71,9 +82,10 @@ class MasterOptimizer:
 
     def update(self, rate: float) -> None:
         """Update the weights with the gradient, then clear it."""
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         self.clear_gradients()
         with torch.no_grad():
             for name, parameter in self._parameters():
@@ -82,46 +94,71 @@ class MasterOptimizer:
 
     def clear_gradients(self) -> None:
         """Drop what backward passes have added up."""
-        self._adamw.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state by `<quantity>.<parameter name>`; it has no moments before the first update."""
         parameters = dict(self._parameters())
         tensors = {f"master.{name}": m.detach() for name, m in self._masters.items() if m is not parameters[name]}
         for name, master in self._masters.items():
-            tensors |= {f"{quantity}.{name}": tensor for quantity, tensor in self._adamw.state[master].items()}
+            state = self._optimizer_of(name).state[master]
+            tensors |= {f"{quantity}.{name}": tensor for quantity, tensor in state.items()}
         return tensors
 
     def load_tensors(self, saved: SavedTensors) -> None:
         """Load what `tensors` returned on any number of ranks; each takes its shards.
 
-        The model's weights must be loaded before; gradients are dropped.
+        The model's weights must be loaded before; gradients are dropped. Weights that another optimizer has updated
+        begin without moments.
         """
         self.clear_gradients()
-        self._adamw.state.clear()
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
         for name, parameter in self._parameters():
             master = self._masters[name]
             if master is not parameter:
                 master.detach().copy_(parameter.detach())
                 if f"master.{name}" in saved:
                     saved.fill(f"master.{name}", master.detach())
-            if f"step.{name}" in saved:
-                step = torch.zeros((), device=master.device)
-                state = {"step": step} | {moment: torch.zeros_like(master.detach()) for moment in _MOMENTS}
+            quantities = _MUON_STATE if name in self._hidden else _ADAMW_STATE
+            if all(f"{quantity}.{name}" in saved for quantity in quantities):
+                state = {quantity: _empty(quantity, master) for quantity in quantities}
                 for quantity, tensor in state.items():
                     saved.fill(f"{quantity}.{name}", tensor)
-                self._adamw.state[master] = state
+                self._optimizer_of(name).state[master] = state
+
+    def _optimizer_of(self, name: str) -> torch.optim.Optimizer:
+        return self._optimizers[name in self._hidden]
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is trained: the rest of a model with an adapter is frozen."""
         yield from ((name, each) for name, each in self._model.named_parameters() if each.requires_grad)
 
     def _groups(self) -> list[dict[str, object]]:
+        """Return what AdamW updates, by how it decays."""
+        masters = [master for name, master in self._masters.items() if name not in self._hidden]
         if self._algorithm.decay_norms_and_biases:
-            return [{"params": list(self._masters.values())}]
-        matrices = [master for master in self._masters.values() if master.ndim >= 2]
-        vectors = [master for master in self._masters.values() if master.ndim < 2]
+            return [{"params": masters}]
+        matrices = [master for master in masters if master.ndim >= 2]
+        vectors = [master for master in masters if master.ndim < 2]
         return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def hidden_matrices(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the trained matrices of `model` that are neither embeddings nor its head.
+
+    Experts that a model keeps together in one tensor of three dimensions are not among them.
+    """
+    tables: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings()
+    others = {id(each) for module in (*tables, *filter(None, [head])) for each in module.parameters()}
+    named = model.named_parameters()
+    return frozenset(n for n, each in named if each.requires_grad and each.ndim == 2 and id(each) not in others)
+
+
+def _empty(quantity: str, master: Tensor) -> Tensor:
+    return torch.zeros((), device=master.device) if quantity == "step" else torch.zeros_like(master.detach())
 
 
 def _master(parameter: Tensor) -> Tensor:

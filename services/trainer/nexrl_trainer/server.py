@@ -35,13 +35,14 @@ from nexrl_trainer.build import build_learner, device_of, learner_warnings, prep
 from nexrl_trainer.gang import Gang, wait_for_gang_end
 from nexrl_trainer.hosted_ranks import HostedRanks
 from nexrl_trainer.leader import Leader
-from nexrl_trainer.loop import Checkpoints, TrainWorker
+from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.memory_check import memory_warning
 from nexrl_trainer.other_replica import OtherReplica
 from nexrl_trainer.processor import AlgorithmProcessor, build_processor
 from nexrl_trainer.rank_processes import start_ranks
 from nexrl_trainer.ranks import LOOPBACK
 from nexrl_trainer.service import ReplicaServicer, TrainerServicer
+from nexrl_trainer.starting_point import Checkpoints
 from nexrl_trainer.step import Learner
 from nexrl_trainer.uploads import STOP_SECONDS, Uploads
 

@@ -28,6 +28,7 @@ from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.held_state import HeldState
 from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
+from nexrl_trainer.losses import PROXIMAL, PROXIMAL_LOSSES
 from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.objective import Objective
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
@@ -92,7 +93,7 @@ class Learner:
         algorithm = self.settings.algorithm
         made: list[tuple[LossMetrics, OptimizerMetrics]] = []
         failures: list[TrainingFailedError] = []
-        for part in batch.parts(algorithm.mini_batches) * algorithm.epochs:
+        for part in self._with_proximal(batch).parts(algorithm.mini_batches) * algorithm.epochs:
             try:
                 made.append((self.forward_backward(part), self.update()))
                 self.is_between_steps = False
@@ -103,8 +104,9 @@ class Learner:
                 failures.append(error)
         if not made:
             raise failures[0]
+        metrics = step_metrics(batch, made, len(failures), algorithm.epochs, self._objective.coefficients)
         self.end_step()
-        return step_metrics(batch, made, len(failures), algorithm.epochs)
+        return metrics
 
     def forward(self, batch: TrainBatch) -> NDArray[np.float32]:
         """Return the log-probabilities of the trained tokens under the current weights, 0 elsewhere. Shape [N]."""
@@ -135,6 +137,7 @@ class Learner:
             self._backward(batch, micro, weights_N, objective, totals)
         metrics = totals.metrics(batch, self.ranks)
         objective.check_step(metrics.loss, self.ranks)
+        objective.coefficients.observe(metrics)
         return metrics
 
     def optimizer_step(self) -> OptimizerMetrics:
@@ -152,19 +155,22 @@ class Learner:
         algorithm = self.settings.algorithm
         grad_norm = self.optimizer.clip_gradient()
         if not np.isfinite(grad_norm):
-            self.optimizer.clear_gradients()
+            Learner.clear_gradients(self)  # not as a call of its own, which other ranks would get twice
             raise TrainingFailedError(f"step {self.step + 1}: gradient norm is {grad_norm}")
         lr = learning_rate(self.step, algorithm, self.settings.total_steps)
         self.optimizer.update(lr)
+        self._objective.coefficients.keep()
         return OptimizerMetrics(step=self.step + 1, lr=lr, grad_norm=grad_norm)
 
     def end_step(self) -> None:
         """Count the step: its updates make the next version of the policy."""
+        self._objective.coefficients.end_step()
         self.step += 1
         self.is_between_steps = True
 
     def clear_gradients(self) -> None:
         """Drop the accumulated gradient."""
+        self._objective.coefficients.drop()
         self.optimizer.clear_gradients()
 
     def check_batch(self, batch: TrainBatch) -> None:
@@ -213,11 +219,20 @@ class Learner:
                 training.fill(found, state)
                 set_state(state)
         self.optimizer.load_tensors(training)
+        self._objective.coefficients.load_tensors(training)
         self.step = step
+
+    def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
+        """Add log-probabilities under the current weights, if the loss compares later updates of the step with them."""
+        algorithm = self.settings.algorithm
+        has_later = algorithm.mini_batches * algorithm.epochs > 1 and batch.token_count > 0
+        if algorithm.loss not in PROXIMAL_LOSSES or not has_later:
+            return batch
+        return replace(batch, columns={**batch.columns, PROXIMAL: self.forward(batch)})
 
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes besides weights. What all ranks have in common, rank 0 writes."""
-        optimizer = self.optimizer.tensors()
+        optimizer = self.optimizer.tensors() | self._objective.coefficients.tensors()
         if self.ranks.rank:
             optimizer = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
         own = {_name_at(name, self.ranks.rank): state for name, (state, _) in _random_states(self.model.device).items()}
@@ -232,7 +247,7 @@ class Learner:
         totals: "LossTotals",
     ) -> None:
         token_ids_P = self._tensor(batch.token_ids_N[micro.tokens_P])
-        has_bonus = objective.algorithm.entropy_coefficient > 0
+        has_bonus = objective.coefficients.entropy > 0
         scores = self.forward_pass.scores(micro, token_ids_P, entropy_has_gradient=has_bonus)
         if not len(token_ids_P):  # other ranks have more micro-batches, and wait for this one's part in the gradient
             scores.logprobs_P.sum().backward()

@@ -12,6 +12,7 @@ import torch
 
 from nexrl.algorithm import LossInputs
 from nexrl.train_batch import TrainBatch
+from nexrl_trainer.coefficients import Coefficients
 from nexrl_trainer.losses import log_ratio
 from nexrl_trainer.objective import ObjectiveTerms
 from nexrl_trainer.ranks import Ranks
@@ -58,10 +59,14 @@ class StepMetrics(LossMetrics, OptimizerMetrics):
     `token_count` are the trained tokens of an epoch, without those of skipped updates.
 
     An update whose loss or gradient is not finite is skipped. It counts in `skipped_updates` only.
+
+    `kl_coefficient` and `entropy_coefficient` are those of this step.
     """
 
     updates: int = 1
     skipped_updates: int = 0
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
 
     def figures(self) -> dict[str, float]:
         """Return the figures by name. Means over tokens are left out if no token was trained."""
@@ -111,9 +116,16 @@ class LossTotals:
 
 
 def step_metrics(
-    batch: TrainBatch, made: Sequence[tuple[LossMetrics, OptimizerMetrics]], skipped: int, epochs: int
+    batch: TrainBatch,
+    made: Sequence[tuple[LossMetrics, OptimizerMetrics]],
+    skipped: int,
+    epochs: int,
+    coefficients: Coefficients,
 ) -> StepMetrics:
-    """Return the figures of a step of these updates. An update that was skipped counts in `skipped` only."""
+    """Return the figures of a step of these updates. An update that was skipped counts in `skipped` only.
+
+    `coefficients` are those of the step.
+    """
     losses, updates = zip(*made, strict=True)
     tokens = np.array([max(loss.token_count, 1) for loss in losses])
     shares = tokens / tokens.sum()  # exactly 1 for a single update
@@ -129,6 +141,8 @@ def step_metrics(
         grad_norm=fmean(update.grad_norm for update in updates),
         updates=len(updates),
         skipped_updates=skipped,
+        kl_coefficient=coefficients.kl,
+        entropy_coefficient=coefficients.entropy,
     )
 
 

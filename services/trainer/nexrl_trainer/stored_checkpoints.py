@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from nexrl.checkpoint_files import check_files
@@ -16,7 +17,13 @@ from nexrl.errors import FailedPreconditionError, NotFoundError
 from nexrl.fsync import fsync_path
 from nexrl.run_layout import CHECKPOINT_MARKER, CHECKPOINT_PREFIX, CHECKPOINTS_FOLDER, checkpoint_path
 from nexrl.storage import RunStorage
-from nexrl_trainer.checkpoint import find_latest_checkpoint, partial_path, was_put_aside
+from nexrl_trainer.checkpoint import (
+    UNUSABLE_SUFFIX,
+    complete_checkpoints,
+    is_ahead_of_ledger,
+    partial_path,
+    put_aside,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +48,16 @@ class StoredCheckpoints:
                 self._storage.put(f"{_folder(step)}/{name}", path / name)
             self._storage.put(_marker(step), path / CHECKPOINT_MARKER)
 
-    def fetch_newest(self, folder: Path) -> Path | None:
+    def fetch_newest(self, folder: Path, damaged: Collection[Path] = ()) -> Path | None:
         """Copy the newest complete checkpoint to `folder` if it has more steps than those there; return its path.
 
-        A damaged one is left out, and so are those that were put aside because they are ahead of the ledger.
+        Those of `folder` that are `damaged` do not count. One of the same step takes their place, and they are put
+        aside. A damaged one in the storage is left out, and so are those that are ahead of the ledger.
         """
-        latest = find_latest_checkpoint(folder)
-        newest_here = _step(latest) if latest else -1
+        newest_here = max((_step(path) for path in complete_checkpoints(folder) if path not in damaged), default=-1)
         for step, names in sorted(self._by_step().items(), reverse=True):
             path = checkpoint_path(folder, step)
-            if step > newest_here and _marker(step) in names and not was_put_aside(path):
+            if step > newest_here and _marker(step) in names and not is_ahead_of_ledger(path):
                 try:
                     return self._fetch(path, names)
                 except (FailedPreconditionError, NotFoundError) as error:
@@ -71,6 +78,8 @@ class StoredCheckpoints:
         for file in partial.iterdir():
             fsync_path(file)
         fsync_path(partial)
+        if path.exists():
+            put_aside(path, UNUSABLE_SUFFIX)
         partial.rename(path)
         fsync_path(path.parent)
         return path

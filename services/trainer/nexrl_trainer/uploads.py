@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge
@@ -78,10 +79,13 @@ class Uploads:
         self._newest = checkpoint
         self._wanted.set()
 
-    async def fetch_newest(self, durable_steps: int = 0, trained: int = 0) -> None:
-        """Copy the newest checkpoint from the storage, if it is newer than those of the run's folder.
+    async def fetch_newest(
+        self, durable_steps: int = 0, trained: int = 0, damaged: Collection[Path] = ()
+    ) -> Path | None:
+        """Copy the newest checkpoint from the storage, if it is newer than those of the run's folder; return its path.
 
-        The ledger has `durable_steps` in checkpoints, and `trained` steps after them.
+        The `damaged` ones of that folder do not count, and the run cannot go on from an older one there. The ledger has
+        `durable_steps` in checkpoints, and `trained` steps after them.
         A problem is only reported if the run can go on without the storage. Otherwise this waits START_SECONDS for the
         storage, then raises UnavailableError. If the storage refuses, or has another run, a run that has not trained
         yet fails with InvalidArgumentError; a later one is restarted.
@@ -89,10 +93,11 @@ class Uploads:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                fetched = await asyncio.to_thread(self._claim_and_fetch)
+                fetched = await asyncio.to_thread(self._claim_and_fetch, damaged)
             except (*StorageError, OSError) as error:
-                if self._can_go_on(durable_steps, trained):
-                    return await self._report(error)
+                if not damaged and self._can_go_on(durable_steps, trained):
+                    await self._report(error)
+                    return None
                 if not isinstance(error, UnavailableError) or time.monotonic() > deadline:
                     is_passing = isinstance(error, UnavailableError | OSError) or durable_steps + trained > 0
                     raise (UnavailableError if is_passing else InvalidArgumentError)(str(error)) from error
@@ -100,7 +105,7 @@ class Uploads:
             else:
                 if fetched is not None:
                     log.info("fetched %s from %s", fetched.name, self._storage.address)
-                return None
+                return fetched
 
     def _can_go_on(self, durable_steps: int, trained: int) -> bool:
         """Return whether the run needs no checkpoint of the storage: one is here, or its ledger requires none."""
@@ -188,9 +193,9 @@ class Uploads:
         self._stored_step = int(checkpoint.name.removeprefix(CHECKPOINT_PREFIX))
         UPLOADED_STEP.set(self._stored_step)
 
-    def _claim_and_fetch(self) -> Path | None:
+    def _claim_and_fetch(self, damaged: Collection[Path]) -> Path | None:
         self._claim(at_start=True)
-        return self._stored.fetch_newest(self._folder)
+        return self._stored.fetch_newest(self._folder, damaged)
 
     async def _report(self, problem: Exception | str) -> None:
         """Have `nexrl status` show a problem."""

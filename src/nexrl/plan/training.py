@@ -30,6 +30,7 @@ class Training:
     keeps_two_snapshots: bool = False
     adapter_rank: int = 0
     """Rank of the LoRA adapters that are trained in float32 instead of the weights; 0 = the weights are trained."""
+    has_muon: bool = False
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "Training":
@@ -47,6 +48,7 @@ class Training:
             # Without these, the memory of the previous version is used again.
             keeps_two_snapshots=ranks > 1 or spec.weight_sync.path is not None,
             adapter_rank=spec.model.lora.rank if spec.model.lora else 0,
+            has_muon=spec.algorithm.optimizer == "muon",
         )
 
 
@@ -90,8 +92,7 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         weights=shard * item + (trained * 4 if training.adapter_rank else 0),
         masters=0 if item == 4 or training.adapter_rank else shard * 4,
         gradients=trained * 4,
-        # Two moments, and the number of updates of each tensor.
-        optimizer=trained * 8 + 4 * _trained(size, training).tensors,
+        optimizer=_moment_bytes(size, training, training.ranks),
         reference=size.parameters * item if training.has_reference else 0,  # not sharded, on rank 0
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
         activations=activation_bytes(size, training),
@@ -130,10 +131,22 @@ def snapshot_bytes(size: ModelSize, training: Training) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, training: Training) -> int:
-    """Return the size of one checkpoint: trained weights, masters of 16-bit weights, two moments."""
+    """Return the size of one checkpoint: trained weights, masters of 16-bit weights, moments."""
     trained = _trained(size, training)
     own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
-    return trained.parameters * (own + 8) + 4 * trained.tensors
+    return trained.parameters * own + _moment_bytes(size, training, ranks=1)
+
+
+def _moment_bytes(size: ModelSize, training: Training, ranks: int) -> int:
+    """Return the bytes of a rank's moments: two of AdamW, and the number of updates of each tensor; one of Muon.
+
+    The matrices of Muon are the seven of a dense Llama layer, that is all of it but its two norms.
+    """
+    trained = _trained(size, training)
+    if not training.has_muon:
+        return -(-trained.parameters // ranks) * 8 + 4 * trained.tensors
+    matrices = size.layers * (size.layer - 2 * size.hidden)
+    return trained.parameters * 8 - matrices * 4 + 4 * (trained.tensors - 7 * size.layers)
 
 
 class _Trained(NamedTuple):

@@ -17,10 +17,13 @@ from nexrl.spec.section import (
 )
 from nexrl.spec.variants import VariantSection
 
-GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std", "max_rl")
+GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std", "max_rl", "pass_at_k")
 """Advantages that compare the samples of a group."""
 BATCH_BASELINES = ("batch_mean_std",)
 """Advantages that compare all samples of the batch, whatever their groups."""
+
+MAX_KL_COEFFICIENT = 100.0
+MAX_ENTROPY_COEFFICIENT = 10.0
 
 Limit = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -85,12 +88,25 @@ class AlgorithmSpec(VariantSection):
     aggregation: str = Field(
         description="Weight of each token in the loss, the entropy bonus and the KL penalty of a batch."
     )
-    entropy_coefficient: float = Field(default=0.0, ge=0, le=10, description="Weight of the entropy bonus.")
+    entropy_coefficient: float = Field(
+        default=0.0, ge=0, le=MAX_ENTROPY_COEFFICIENT, description="Weight of the entropy bonus."
+    )
+    entropy_target: Limit | None = Field(
+        default=None,
+        description="Entropy per token, in nats, which entropyCoefficient follows, from its value here: it rises by "
+        "0.005 after a step with less entropy, falls after one with more, and the bonus is off after such a step "
+        "(Skywork-OR1). none = the coefficient is fixed.",
+    )
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,
-        le=100,
+        le=MAX_KL_COEFFICIENT,
         description="Weight of the KL penalty against the initial model (with model.lora its base); 0 = none.",
+    )
+    kl_target: Limit | None = Field(
+        default=None,
+        description="KL penalty per token (the metric reference_kl) which klCoefficient follows, from its value here, "
+        "by at most 2 % in a step (the adaptive coefficient of PPO for language models). none = it is fixed.",
     )
     kl_estimator: Literal["k2", "k3", "k3_unbiased"] = Field(
         default="k3",
@@ -133,7 +149,13 @@ class AlgorithmSpec(VariantSection):
     epochs: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1, description="Times that a batch is trained, one after the other, before the next (PPO)."
     )
-    learning_rate: float = Field(default=1e-6, gt=0, le=1, description="Highest learning rate of AdamW.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="adamw: AdamW. muon: Muon for the matrices of the layers, with half of the moments, and AdamW for "
+        "embeddings, head, norms and biases. Its updates are scaled to the size of AdamW's, so learningRate and "
+        "weightDecay mean the same for both (arXiv 2502.16982). One rank, without model.lora.",
+    )
+    learning_rate: float = Field(default=1e-6, gt=0, le=1, description="Highest learning rate.")
     warmup_steps: CountOrZero = Field(
         default=0, description="Steps over which the learning rate rises linearly from 0."
     )
@@ -155,7 +177,7 @@ class AlgorithmSpec(VariantSection):
         description="AdamW's decay rates of the first and second moment.",
     )
     eps: float = Field(default=1e-8, gt=0, le=1, description="AdamW's epsilon, added to the denominator.")
-    weight_decay: float = Field(default=0.0, ge=0, le=10, description="AdamW's decoupled weight decay.")
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay.")
     decay_norms_and_biases: bool = Field(
         default=True, description="Whether weight decay also applies to weights of one dimension: norms and biases."
     )
@@ -172,6 +194,13 @@ class AlgorithmSpec(VariantSection):
                 1,
                 "the learning rate is constant, so learningRateDecay and decaySteps change nothing; use a lower ratio",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_penalty_to_adapt(self) -> Self:
+        if self.kl_target is not None and self.kl_coefficient == 0:
+            reason = "needs klCoefficient, which it multiplies; set one above 0, such as 0.05"
+            raise refuse_key("klTarget", self.kl_target, reason)
         return self
 
     @model_validator(mode="after")
@@ -202,9 +231,24 @@ class Grpo(AlgorithmSpec):
         "group's standard deviation (GRPO). rloo: reward minus the mean of the others (RLOO). max_rl: reward minus the "
         "mean of the group, divided by that mean, for rewards of 0 and 1 (MaxRL). group_mean_batch_std: reward minus "
         "the mean of the group, divided by the standard deviation of these differences in the batch (REINFORCE++ with "
-        "baseline). batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
+        "baseline). pass_at_k: for sets of passK samples of the group, each with its best reward: the mean over the "
+        "sets that contain the sample, minus the mean over all, divided by their standard deviation (Pass@k training). "
+        "batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
         "(REINFORCE++). `module:name`: a nexrl.algorithm.Advantage of yours.",
     )
+    pass_k: Annotated[int, Field(ge=1, le=1023)] | None = Field(
+        default=None,
+        description="k of advantage pass_at_k, below trajectoryPool.groupSize: all samples of a group together would "
+        "have nothing to be compared with. Only that advantage has it.",
+    )
+
+    @model_validator(mode="after")
+    def _has_k_if_it_needs_one(self) -> Self:
+        if self.advantage == "pass_at_k" and self.pass_k is None:
+            raise refuse_key("passK", None, "is missing; advantage pass_at_k needs it, below trajectoryPool.groupSize")
+        if self.advantage != "pass_at_k" and self.pass_k is not None:
+            raise refuse_key("passK", self.pass_k, "only advantage pass_at_k has it; remove it")
+        return self
 
 
 class MockAlgorithm(AlgorithmSpec):
@@ -228,6 +272,33 @@ class PpoClip(AlgorithmSpec):
         description="A token with a negative advantage counts at most as much as with this ratio (usual: 3). "
         "none = no limit.",
     )
+
+
+class DecoupledPpo(AlgorithmSpec):
+    """PPO's clip around the policy at the start of the step, weighted by its ratio to the rollout's (decoupled PPO)."""
+
+    loss: Literal["decoupled_ppo"] = Field(description="Decoupled PPO.")
+    clip_low: Ratio = Field(
+        default=0.2, description="Lowest ratio to the policy at the start of the step is 1 - clipLow."
+    )
+    clip_high: float = Field(
+        default=0.28, ge=0, le=100, description="Highest ratio to the policy at the start of the step is 1 + clipHigh."
+    )
+    weight_limit: Limit = Field(
+        default=2.0,
+        description="Highest ratio of the policy at the start of the step to the rollout's; a larger one counts as "
+        "this (truncated importance sampling).",
+    )
+
+    @model_validator(mode="after")
+    def _limits_a_ratio_once(self) -> Self:
+        if self.correction.token_band is not None:
+            raise refuse_key(
+                "correction",
+                {"tokenBand": self.correction.token_band.model_dump()},
+                "tokenBand and weightLimit of loss decoupled_ppo are two limits of the same ratio; remove tokenBand",
+            )
+        return self
 
 
 class Gspo(AlgorithmSpec):

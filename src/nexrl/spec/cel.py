@@ -54,6 +54,24 @@ RULES: Sequence[Rule] = (
         " || !has(self.overlongPenalty) && self.klRewardCoefficient == 0.0",
         "max_rl divides by the mean reward, which a penalty can bring near 0",
     ),
+    Rule(
+        "algorithm",
+        "klTarget",
+        "!has(self.klTarget) || self.klCoefficient > 0.0",
+        "needs klCoefficient, which it multiplies; set one above 0, such as 0.05",
+    ),
+    Rule(
+        "algorithm",
+        "passK",
+        "has(self.passK) == (has(self.advantage) && self.advantage == 'pass_at_k')",
+        "advantage pass_at_k needs it, and no other has it",
+    ),
+    Rule(
+        "algorithm",
+        "correction",
+        "self.loss != 'decoupled_ppo' || !has(self.correction.tokenBand)",
+        "tokenBand and weightLimit of loss decoupled_ppo are two limits of the same ratio; remove tokenBand",
+    ),
     Rule("algorithm.overlongPenalty", "fullTokens", "self.fullTokens > self.afterTokens", "must be above afterTokens"),
     Rule(
         "monitor.health",
@@ -81,6 +99,20 @@ RULES: Sequence[Rule] = (
         " || self.algorithm.processor != 'builtin' || self.trainer.backend == 'mock'"
         f" || (has(self.algorithm.advantage) && !(self.algorithm.advantage in {list(GROUP_BASELINES)}))",
         "compares the samples of a group, and trajectoryPool.groupSize is 1 or keyList is empty: all would be 0",
+    ),
+    Rule(
+        "",
+        "algorithm.optimizer",
+        "self.algorithm.optimizer != 'muon' || self.trainer.replicas == 1 && self.trainer.processesPerReplica == 1"
+        " && !has(self.model.lora)",
+        "muon needs whole matrices, which neither several ranks nor model.lora have; use adamw",
+    ),
+    Rule(
+        "",
+        "algorithm.passK",
+        "!has(self.algorithm.passK) || self.trajectoryPool.groupSize == 1"
+        " || self.algorithm.passK < self.trajectoryPool.groupSize",
+        "must be below trajectoryPool.groupSize",
     ),
     Rule(
         "",

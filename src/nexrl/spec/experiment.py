@@ -154,6 +154,36 @@ class ExperimentSpec(Section):
             )
         return algorithm
 
+    @field_validator("algorithm")
+    @classmethod
+    def _can_be_optimized(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
+        model: ModelSpec | None = info.data.get("model")
+        trainer: TrainerSpec | None = info.data.get("trainer")
+        is_sharded = trainer is not None and trainer.ranks > 1
+        is_adapter = model is not None and model.lora is not None
+        if algorithm.optimizer == "muon" and (is_sharded or is_adapter):
+            raise refuse_key(
+                "optimizer",
+                "muon",
+                "it needs whole matrices, which neither several ranks (trainer.replicas, trainer.processesPerReplica) "
+                "nor model.lora have; use adamw",
+            )
+        return algorithm
+
+    @field_validator("algorithm")
+    @classmethod
+    def _has_groups_of_more_than_k(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
+        pool: TrajectoryPoolSpec | None = info.data.get("trajectory_pool")
+        pass_k = algorithm.pass_k if isinstance(algorithm, Grpo) else None
+        if pool is not None and pass_k is not None and pass_k >= pool.group_size > 1:
+            raise refuse_key(
+                "passK",
+                pass_k,
+                f"must be below trajectoryPool.groupSize ({pool.group_size}): the best of a whole group says nothing "
+                "about one of its samples",
+            )
+        return algorithm
+
     @field_validator("inference")
     @classmethod
     def _supports_in_flight(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:

@@ -17,9 +17,12 @@ from nexrl.train_batch import TrainBatch
 from nexrl_trainer.checkpoint import (
     CheckpointMetadata,
     find_latest_checkpoint,
+    hold_checkpoint,
     load_checkpoint,
+    partial_path,
     prune_checkpoints,
     put_aside,
+    remove_abandoned,
 )
 from nexrl_trainer.ranks import Ranks
 from nexrl_trainer.step import Learner
@@ -200,6 +203,31 @@ def test_a_writer_killed_at_any_write_leaves_the_previous_checkpoint_the_latest(
     settle(tmp_path)
     assert prune_checkpoints(tmp_path, keep=1) == [previous]
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+
+
+def test_what_two_trainers_write_at_once_is_never_mixed(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_off, current = build_learner(), build_learner()
+    late = hold_checkpoint(tmp_path, cut_off, tokenizer, CheckpointMetadata(0))
+    monkeypatch.setattr("nexrl_trainer.checkpoint.LIFE", "another process")
+    written = hold_checkpoint(tmp_path, current, tokenizer, CheckpointMetadata(0)).write()
+    prune_checkpoints(tmp_path, keep=1)  # may be called by the one that is cut off
+    with pytest.raises(OSError, match="Directory not empty"):
+        late.write()
+    assert load_checkpoint(written, current) == CheckpointMetadata(0)
+
+
+def test_a_trainer_that_has_resumed_deletes_what_earlier_ones_left_and_keeps_its_own(
+    tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    left = [tmp_path / name for name in ("global_step_1.tmp", "global_step_1.other.tmp")]
+    for folder in left:
+        (folder / "model").mkdir(parents=True)
+    kept = [save(tmp_path, build_learner(), tokenizer), partial_path(tmp_path / "global_step_2")]
+    kept[1].mkdir()
+    remove_abandoned(tmp_path)
+    assert sorted(tmp_path.iterdir()) == kept
 
 
 def test_a_step_is_saved_once(tmp_path: Path, build_learner: BuildLearner, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,5 +1,6 @@
 """What a correction leaves out of the loss."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from nexrl.algorithm import LossInputs
 from nexrl.spec.algorithm import AlgorithmSpec, CorrectionSpec, RatioBand
 from nexrl_trainer.correction import left_out
+from nexrl_trainer.losses import PROXIMAL
 from nexrl_trainer.objective import Objective
 
 # Ratios of sequence 0: 1, 4, 0.25; of 1: 1.2, 1.2; of 2: 0.001, 1. Advantages: 1, -1, 1.
@@ -47,6 +49,13 @@ def test_a_sequence_that_drifted_is_left_out_only_if_its_advantage_is_negative()
     found_T = left_out(drifted, CorrectionSpec(negative_drift=0.6))
     assert found_T is not None
     assert not found_T.any()
+
+
+def test_where_the_start_of_the_step_is_known_it_is_what_is_compared_with_the_rollout() -> None:
+    start = replace(inputs(LOGPROBS_T - 9), columns={PROXIMAL: LOGPROBS_T})
+    found_T = left_out(start, CorrectionSpec(veto_ratio=0.01))
+    assert found_T is not None
+    assert found_T.nonzero().flatten().tolist() == [5, 6]
 
 
 def test_without_a_rule_nothing_is_computed() -> None:

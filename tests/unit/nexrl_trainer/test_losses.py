@@ -1,6 +1,7 @@
 """Losses against NumPy, value and gradient, and the identity that all of them share on policy."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,9 +17,11 @@ from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.variants import value_of, variants
 from nexrl_trainer import losses
 from nexrl_trainer.losses import (
+    PROXIMAL,
     cispo_loss,
     clipped_policy_loss,
     cross_entropy_loss,
+    decoupled_ppo_loss,
     dppo_tv_loss,
     gspo_loss,
     reinforce_loss,
@@ -64,6 +67,12 @@ def dual_clipped(logprobs_T: Array, rollout_T: Array, advantages_T: Array, _: ob
     return np.where(is_cut_T, -3 * advantages_T, value_T), np.where(is_cut_T, 0, derivative_T)
 
 
+def decoupled(logprobs_T: Array, rollout_T: Array, advantages_T: Array, _: object) -> tuple[Array, Array]:
+    """In the first update of a step, where p is the policy at its start."""
+    value_T = -np.minimum(np.exp(logprobs_T - rollout_T), 2.0) * advantages_T
+    return value_T, value_T
+
+
 def gspo(
     logprobs_T: Array, rollout_T: Array, advantages_T: Array, sequence_T: NDArray[np.int64]
 ) -> tuple[Array, Array]:
@@ -89,11 +98,13 @@ def sapo(logprobs_T: Array, rollout_T: Array, advantages_T: Array, _: object) ->
     return -advantages_T * 4 / tau_T * gate_T, -advantages_T * 4 * gate_T * (1 - gate_T) * ratio_T
 
 
+DECOUPLED = partial(decoupled_ppo_loss, clip_low=0.2, clip_high=0.28, weight_limit=2.0)
 LOSSES: dict[str, tuple[Callable[[LossInputs], LossOutputs], Reference]] = {
     "reinforce": (reinforce_loss, reinforce),
     "cross_entropy": (cross_entropy_loss, cross_entropy),
     "ppo_clip": (partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28), clipped),
     "dual_clip": (partial(clipped_policy_loss, clip_low=0.2, clip_high=0.28, dual_clip=3.0), dual_clipped),
+    "decoupled_ppo": (DECOUPLED, decoupled),
     "gspo": (partial(gspo_loss, clip_low=0.03, clip_high=0.04), gspo),
     "cispo": (partial(cispo_loss, clip_high=4.0), cispo),
     "dppo_tv": (partial(dppo_tv_loss, clip_low=0.05, clip_high=0.2), dppo_tv),
@@ -142,6 +153,27 @@ def test_value_and_gradient_equal_the_reference_for_any_tokens_weights_and_seque
     value_T, derivative_T = reference(logprobs, rollout_T, advantages_T, sequence_T)
     np.testing.assert_allclose(outputs.loss.item(), (weights_T * value_T).sum(), rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(gradient_of(outputs.loss, logprobs_T), weights_T * derivative_T, rtol=1e-6, atol=1e-9)
+
+
+@given(rows=st.lists(st.tuples(*[st.floats(-6, 0)] * 3, st.floats(-3, 3)), min_size=1, max_size=40))
+def test_decoupled_ppo_clips_around_the_start_of_the_step_and_weighs_by_its_distance_from_the_rollout(
+    rows: list[tuple[float, float, float, float]],
+) -> None:
+    logprobs, start_T, rollout_T, advantages_T = (np.array(column) for column in zip(*rows, strict=True))
+    logprobs_T, weights_T = torch.tensor(logprobs, requires_grad=True), np.linspace(0, 1, len(rows))
+    inputs = inputs_of(logprobs_T, rollout_T, advantages_T, weights_T, np.zeros(len(rows), np.int64))
+    outputs = DECOUPLED(replace(inputs, columns={PROXIMAL: torch.from_numpy(start_T)}))
+    value_T, derivative_T = surrogate(np.exp(logprobs - start_T), advantages_T, 0.2, 0.28)
+    all_T = weights_T * np.minimum(np.exp(start_T - rollout_T), 2.0)
+    np.testing.assert_allclose(outputs.loss.item(), (all_T * value_T).sum(), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(gradient_of(outputs.loss, logprobs_T), all_T * derivative_T, rtol=1e-6, atol=1e-9)
+
+
+def test_the_first_update_of_decoupled_ppo_is_that_of_cispo_with_the_same_limit() -> None:
+    logprobs_T = torch.tensor(LOGPROBS_T, requires_grad=True)
+    inputs = inputs_of(logprobs_T, ROLLOUT_T)
+    wanted_T = gradient_of(cispo_loss(inputs, clip_high=1.0).loss, logprobs_T)
+    np.testing.assert_allclose(gradient_of(DECOUPLED(inputs).loss, logprobs_T), wanted_T, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", WITH_ADVANTAGE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from nexrl.models import iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
-from nexrl_trainer.optimizer import learning_rate
+from nexrl_trainer.optimizer import hidden_matrices, learning_rate
 from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.tensor_slices import SavedTensors
 from tests.support.families import FAMILIES_BY_TYPE
@@ -96,8 +97,54 @@ def test_weight_decay_of_norms_and_biases_is_a_choice(decays: bool) -> None:
     assert matrices == pytest.approx([0.5 * (1 - 0.01 * 0.5)] * len(matrices))
 
 
-def test_a_run_with_two_groups_of_weights_resumes(build_learner: BuildLearner) -> None:
-    settings = {"weight_decay": 0.5, "decay_norms_and_biases": False, "dtype": "bfloat16"}
+def test_muon_updates_the_matrices_of_the_layers_by_scaled_orthogonal_ones_and_adamw_the_rest(
+    build_learner: BuildLearner,
+) -> None:
+    settings = {"learning_rate": 0.01, "warmup_steps": 0, "loss": "reinforce"}
+    muon, adamw = build_learner(optimizer="muon", **settings), build_learner(**settings)
+    before = {name: tensor.clone() for name, tensor in iter_weights(muon.model)}
+    for learner in (muon, adamw):
+        learner.train(TrainBatch.pack([SAMPLE]))
+    of_adamw = dict(iter_weights(adamw.model))
+    for name, tensor in iter_weights(muon.model):
+        change = tensor - before[name]
+        is_hidden = "_proj." in name
+        assert torch.equal(tensor, of_adamw[name]) != is_hidden, name
+        if is_hidden:  # arXiv 2502.16982: rate * 0.2 * sqrt(longer side) * U V', of which five iterations come near
+            norm = torch.linalg.matrix_norm(change, ord=2) / (0.01 * 0.2 * max(change.shape) ** 0.5)
+            assert 0.5 < norm < 1.3
+
+
+def test_muon_is_torchs_on_float32_masters_and_decays_as_adamw(build_learner: BuildLearner) -> None:
+    settings = {"learning_rate": 0.01, "warmup_steps": 0, "loss": "reinforce", "weight_decay": 0.5}
+    learner, name = build_learner(optimizer="muon", **settings), "model.layers.0.mlp.up_proj.weight"
+    weight = dict(learner.model.named_parameters())[name]
+    own = weight.detach().clone().requires_grad_()
+    torchs = torch.optim.Muon([own], lr=0.01, weight_decay=0.5, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        learner.forward_backward(TrainBatch.pack([SAMPLE]))
+        learner.optimizer.clip_gradient()
+        own.grad = None if weight.grad is None else weight.grad.clone()
+        torchs.step()
+        learner.optimizer.update(0.01)
+        assert torch.equal(weight, own)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw(family: str) -> None:
+    model = FAMILIES_BY_TYPE[family].build()
+    hidden, weights = hidden_matrices(model), dict(model.named_parameters())
+    assert hidden
+    assert all(weights[name].ndim == 2 for name in hidden)
+    assert not [name for name in hidden if any(part in name for part in ("wte", "wpe", "embed", "lm_head", "norm"))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"weight_decay": 0.5, "decay_norms_and_biases": False}, {"optimizer": "muon", "decay_norms_and_biases": False}],
+)
+def test_a_run_with_two_groups_of_weights_resumes(build_learner: BuildLearner, settings: dict[str, Any]) -> None:
+    settings = {**settings, "dtype": "bfloat16"}
     whole, resumed = build_learner(**settings), build_learner(**settings)
     whole.train(TrainBatch.pack([SAMPLE]))
     resumed.model.load_state_dict(whole.model.state_dict())
@@ -105,3 +152,11 @@ def test_a_run_with_two_groups_of_weights_resumes(build_learner: BuildLearner) -
     resumed.step = whole.step
     assert whole.train(TrainBatch.pack([SAMPLE])) == resumed.train(TrainBatch.pack([SAMPLE]))
     assert np.all([torch.equal(t, resumed.optimizer.tensors()[n]) for n, t in whole.optimizer.tensors().items()])
+
+
+def test_weights_that_another_optimizer_has_updated_begin_without_moments(build_learner: BuildLearner) -> None:
+    before, after = build_learner(), build_learner(optimizer="muon")
+    before.train(TrainBatch.pack([SAMPLE]))
+    after.optimizer.load_tensors(SavedTensors.of(Path("before"), before.optimizer.tensors()))
+    kept = {name.split(".", 1)[1] for name in after.optimizer.tensors()}
+    assert kept == set(dict(after.model.named_parameters())) - hidden_matrices(after.model)

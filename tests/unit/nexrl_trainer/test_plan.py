@@ -91,6 +91,20 @@ def test_state_of_training_is_planned_to_the_byte(dtype: Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_of_muon_is_planned_to_the_byte(dtype: Dtype) -> None:
+    model = _model(dtype)
+    size = size_of(model)
+    learner = Learner(build_model(model, seed=0), LearnerSettings(AlgorithmSpec(optimizer="muon"), 4))
+    learner.train(_batch(size))
+    training = Training(plan.ITEM_BYTES[dtype], 1, TOKENS, has_muon=True)
+    tensors = learner.optimizer.tensors().items()
+    moments = sum(tensor.nbytes for name, tensor in tensors if not name.startswith("master."))
+    assert rank_memory(size, training).optimizer == moments
+    state = rank_memory(size, training)
+    assert checkpoint_bytes(size, training) == state.weights + state.masters + moments
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_of_adapters_is_planned_to_the_byte(dtype: Dtype) -> None:
     lora = LoraSpec(rank=4, alpha=8)
     model = _model(dtype).model_copy(update={"lora": lora})

@@ -14,7 +14,7 @@ from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.models import iter_weights
 from nexrl.spec.algorithm import AlgorithmSpec, CorrectionSpec, RatioBand
 from nexrl.train_batch import TrainBatch, TrainSequence
-from nexrl_trainer.losses import LOSSES
+from nexrl_trainer.losses import LOSSES, PROXIMAL
 from nexrl_trainer.step import Learner
 from nexrl_trainer.step_metrics import LossMetrics
 from tests.support.families import plain_logprobs
@@ -166,6 +166,31 @@ def test_weights_with_some_updates_of_a_step_are_not_between_steps(
     with pytest.raises(TrainingFailedError, match="the user's loss"):
         learner.train(build_batch(seed=6))
     assert not learner.is_between_steps
+
+
+def test_all_updates_of_a_step_of_decoupled_ppo_are_compared_with_its_start(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    batch, algorithm = build_batch(seed=6), {"loss": "decoupled_ppo", "learning_rate": 0.1}
+    learner, by_hand, without = (build_learner(**algorithm, mini_batches=2, epochs=2) for _ in range(3))
+    learner.train(batch)
+    with_start = replace(batch, columns={PROXIMAL: by_hand.forward(batch)})
+    for part in with_start.parts(2) * 2:
+        by_hand.forward_backward(part)
+        by_hand.update()
+    for part in batch.parts(2) * 2:
+        without.forward_backward(part)
+        without.update()
+    assert all(torch.equal(tensor, weights(by_hand)[name]) for name, tensor in weights(learner).items())
+    assert not all(torch.equal(tensor, weights(without)[name]) for name, tensor in weights(learner).items())
+
+
+def test_a_step_of_one_update_of_decoupled_ppo_needs_no_forward_pass_before(
+    build_learner: BuildLearner, build_batch: BuildBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = build_learner(loss="decoupled_ppo")
+    monkeypatch.setattr(learner, "forward", lambda batch: pytest.fail("log-probabilities were computed"))
+    assert learner.train(build_batch(seed=6)).updates == 1
 
 
 @pytest.mark.parametrize(("sequences", "count", "sizes"), [(6, 4, [2, 1, 2, 1]), (6, 3, [2, 2, 2]), (2, 5, [1, 1])])
