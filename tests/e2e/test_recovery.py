@@ -77,7 +77,7 @@ async def test_the_death_of_any_process_costs_no_step_and_no_sample(
     tmp_path: Path, redis: Redis, redis_url: str
 ) -> None:
     steps, mortals = (
-        80,
+        200,  # more than are made while a process that training does without restarts
         ("rollout-0", "inference-0", "trajectory-pool", "weight-sync", *2 * ("controller", "trainer")),
     )
     overrides = (

@@ -19,7 +19,7 @@ from nexrl_trajectory_pool.ledger.script import SCRIPT
 from nexrl_weight_sync.store import WeightSyncStore
 from tests.support.eventually import eventually
 from tests.support.foreign_commands import OTHERS_CHANNEL, OTHERS_KEY, REFUSED
-from tests.support.ledger_run import PASSWORD, PROGRAMS, journey, program
+from tests.support.ledger_run import ALWAYS, PASSWORD, PROGRAMS, journey, program
 from tests.support.redis_servers import Server, running, running_cluster
 
 
@@ -102,7 +102,7 @@ async def test_a_redis_whose_users_nobody_may_make_is_named(redis_folder: Path) 
 @pytest.mark.parametrize("is_tcp", [False, True], ids=["unix socket", "TCP"])
 async def test_who_is_forgotten_waits_until_the_user_is_made_again(redis_folder: Path, is_tcp: bool) -> None:
     port = free_ports(1)[0] if is_tcp else 0
-    with running(server := Server(program("redis-6.2"), redis_folder, "--appendonly", "yes", port=port)):
+    with running(server := Server(program("redis-6.2"), redis_folder, *ALWAYS, port=port)):
         await make_users(f"unix://default@{server.socket}")
         url = f"redis://own@127.0.0.1:{port}" if is_tcp else f"unix://own@{server.socket}"
         async with aclosing(await connect_redis(url)) as redis:

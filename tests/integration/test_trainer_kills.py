@@ -148,6 +148,10 @@ def killing_after_a_step_before_the_commit(world: World) -> Callable[[Call], Awa
             committing.set()
             await world.has_ended()
             raise asyncio.CancelledError  # the caller is dead, so no answer is needed
+        if call.name == "AckTrainBatch" and call.response is None:
+            step = train_pb.AckTrainBatchRequest.FromString(call.request).step
+            if step % EVERY_STEPS == 0 and step > world.resumed_from[-1]:
+                await committing.wait()  # else the next checkpoint may come first, and wait for this one
         if call.name == "AckTrainBatch" and call.response is not None and committing.is_set():
             killed = True
             world.signal_rank(0, signal.SIGKILL)
