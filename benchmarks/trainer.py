@@ -6,27 +6,42 @@ allocator holds at most beyond gradients, divided by one chunk of logits.
 Speed: AdamW steps of SmolLM2-135M (its architecture with random weights), float32, on one thread. The other side is a
 plain Hugging Face loop: all sequences padded to the longest, the model's logits at all positions, one log_softmax, the
 same loss and entropy for the metrics. CPU seconds, because they do not count the neighbours on a busy machine.
+
+Ranks: seconds of such a step on one rank, divided by those on two. Checkpoints: seconds of a step after which a
+checkpoint is begun, written beside the next step as the trainer does, divided by those of a step alone. Both are wall
+time and need two idle cores: one thread a rank, and one for the writer.
 Run: OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trainer.py
 """
 
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer import token_scores
+from nexrl_trainer.checkpoint import CheckpointMetadata, hold_checkpoint
+from nexrl_trainer.checkpoint_writer import writing_thread
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.head import Head
+from nexrl_trainer.ranks import ONE_RANK, Ranks, join_ranks
 from nexrl_trainer.step import Learner, LearnerSettings
 from tests.support.memory import peak_allocated_bytes
+from tests.support.spawned_processes import SpawnedProcesses
+from tests.support.tokenizers import chat_tokenizer
 
 VOCABULARY, HIDDEN, TOKENS, ROUNDS = 49_152, 576, 8192, 3
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -35,6 +50,8 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     "4 prompts of 128 tokens, 8 completions of 16 each": [(128, 16)] * 32,
 }
 """Prompt and completion tokens of each sequence."""
+SPEED = next(iter(BATCHES))
+"""The batch on which ranks and checkpoints are measured."""
 
 
 def smollm2() -> LlamaForCausalLM:
@@ -91,16 +108,24 @@ def padded_loop(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], obje
     return step
 
 
-def ours(model: LlamaForCausalLM, batch: TrainBatch) -> Callable[[], object]:
+def learner_of(model: LlamaForCausalLM, ranks: Ranks = ONE_RANK) -> Learner:
     algorithm = AlgorithmSpec(loss="reinforce", learning_rate=1e-6)
-    learner = Learner(model, LearnerSettings(algorithm, 100, ForwardSettings(max_tokens_per_micro_batch=4096)))
+    return Learner(model, LearnerSettings(algorithm, 100, ForwardSettings(max_tokens_per_micro_batch=4096)), ranks)
+
+
+def ours(model: LlamaForCausalLM, batch: TrainBatch, ranks: Ranks = ONE_RANK) -> Callable[[], object]:
+    learner = learner_of(model, ranks)
     return lambda: learner.train(batch)
 
 
-def cpu_seconds(run: Callable[[], object]) -> float:
-    start = time.process_time()
+def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     run()
-    return time.process_time() - start
+    return clock() - start
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    return seconds_of(run, time.process_time)
 
 
 def speed_ratio(lengths: list[tuple[int, int]]) -> float:
@@ -110,6 +135,56 @@ def speed_ratio(lengths: list[tuple[int, int]]) -> float:
     for side in sides:
         side()
     return statistics.median(cpu_seconds(sides[0]) / cpu_seconds(sides[1]) for _ in range(ROUNDS))
+
+
+def rank_main(rank: int, rendezvous: Path, connection: Connection) -> None:
+    """Answer each number of ranks with the seconds of one step on so many, until the other end is closed."""
+    torch.set_num_threads(1)
+    batch, steps = batch_of(BATCHES[SPEED]), dict[int, Callable[[], object]]()
+    with suppress(EOFError):
+        while True:
+            size = connection.recv()
+            if size not in steps:
+                steps[size] = ours(smollm2(), batch, ranks_of(rank, size, rendezvous))
+                steps[size]()
+            connection.send(seconds_of(steps[size]))
+
+
+def ranks_of(rank: int, size: int, rendezvous: Path) -> Ranks:
+    return ONE_RANK if size == 1 else join_ranks(rank, size, torch.device("cpu"), FileStore(str(rendezvous), size))
+
+
+def ranks_ratio() -> float:
+    """Return the seconds of a step on one rank divided by those on two: the median over rounds that alternate."""
+    with TemporaryDirectory() as folder:
+        processes = SpawnedProcesses(2, rank_main, Path(folder) / "rendezvous")
+        try:
+            rounds = [(*processes.ask(1, 1), max(processes.ask(2))) for _ in range(ROUNDS)]
+        finally:
+            processes.end()
+    return float(statistics.median(alone / together for alone, together in rounds))
+
+
+def checkpoint_ratio() -> float:
+    """Return the seconds of steps with a checkpoint each, divided by those of as many steps without."""
+    learner, batch = learner_of(smollm2()), batch_of(BATCHES[SPEED])
+    with TemporaryDirectory() as folder, writing_thread() as writer:
+        saving = saved_steps(learner, batch, Path(folder), writer)
+        next(saving)  # reserves the memory of the copy
+        with_checkpoints = seconds_of(lambda: [next(saving) for _ in range(ROUNDS)])
+        writer.submit(int).result()
+        return with_checkpoints / seconds_of(lambda: [learner.train(batch) for _ in range(ROUNDS)])
+
+
+def saved_steps(learner: Learner, batch: TrainBatch, folder: Path, writer: ThreadPoolExecutor) -> Iterator[None]:
+    """Train step after step. Each ends when its checkpoint is copied, and that of the step before is written."""
+    writing = writer.submit(Path)
+    while True:
+        learner.train(batch)
+        writing.result()
+        metadata = CheckpointMetadata(step=learner.step, batch_ids=())
+        writing = writer.submit(hold_checkpoint(folder, learner, chat_tokenizer(), metadata).write)
+        yield
 
 
 def memory_ratio() -> float:
@@ -131,6 +206,8 @@ def main() -> None:
     print_line(f"memory of the logits of {TOKENS} tokens, in chunks: {memory_ratio():.2f}")
     for name, lengths in BATCHES.items():
         print_line(f"tokens per CPU second against a padded loop, {name}: {speed_ratio(lengths):.2f}")
+    print_line(f"seconds of a step, one rank against two: {ranks_ratio():.2f}")
+    print_line(f"seconds of a step, with a checkpoint each against without: {checkpoint_ratio():.2f}")
 
 
 def print_line(line: str) -> None:

@@ -186,7 +186,8 @@ class Killer:
         return len({line["step"] for line in steps_of(self._run.folder)})
 
     def _log(self, name: str) -> Path:
-        return self._run.folder / "logs" / f"{name}.log"
+        component = name.partition("-rank-")[0]  # all ranks of a trainer write into one log
+        return self._run.folder / "logs" / f"{component}.log"
 
 
 @dataclass(frozen=True)

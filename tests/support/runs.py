@@ -73,7 +73,7 @@ class Run:
 
     @property
     def processes(self) -> dict[str, Process]:
-        """The run's child processes by name, for example 'rollout-0'. The private Redis is 'redis'."""
+        """The run's processes by name, for example 'rollout-0' or 'trainer-rank-1'. The private Redis is 'redis'."""
         return {name: process for name, process in processes_in(self.root).items() if process.pid != self.launcher.pid}
 
     async def process(self, name: str, *, other_than: Process | None = None) -> Process:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from nexrl.checkpoint_files import tensor_files
 from nexrl.local.launcher import INTERRUPTED_EXIT
 from nexrl.models import iter_weights
 from nexrl.rpc.client import connect, watch
@@ -70,10 +71,11 @@ async def test_it_learns_with_vllm_while_replicas_come_and_go(tmp_path: Path) ->
 @pytest.mark.guide("L9", "S3")
 @pytest.mark.timeout(CHAOS_SECONDS + 120)
 async def test_whatever_is_killed_at_random_instants_no_wrong_token_is_served(tmp_path: Path) -> None:
-    # It trains until all are back, with a sync at every step, so that many kills fall into one. Who does not come back
-    # fails the test.
-    names = (*("trainer", "weight-sync") * 3, "inference-0", "inference-1")
-    overrides = ("trainer.steps=100000", "inference.replicas=2", "rollout.reward=copy_digits:slow_reward")
+    # It trains until all are back, with a sync at every step, so that many kills fall into one. A process that does not
+    # come back fails the test.
+    names = (*("trainer", "trainer-rank-1", "weight-sync") * 2, "inference-0", "inference-1")
+    replicas = ("inference.replicas=2", "trainer.processesPerReplica=2")
+    overrides = ("trainer.steps=100000", *replicas, "rollout.reward=copy_digits:slow_reward")
     async with running(tmp_path, *overrides, seconds=CHAOS_SECONDS, file=EXPERIMENT) as run:
         await run.until_step(1)
         strikes = [replace(strike, gap_seconds=3 * strike.gap_seconds) for strike in schedule(SEED, KILLS, names)]
@@ -111,7 +113,8 @@ def weights_of_run(run: Run) -> Versions:
     versions: Versions = {0: dict(iter_weights(Reference(model).model))}
     for folder in (run.folder / "checkpoints").glob("global_step_*"):
         if folder.name.rpartition("_")[2].isdecimal():
-            versions[read_metadata(folder).step] = load_file(folder / "model.safetensors")
+            files = tensor_files(folder, "model")  # one for each rank of the trainer
+            versions[read_metadata(folder).step] = {name: t for file in files for name, t in load_file(file).items()}
     return versions
 
 
