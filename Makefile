@@ -198,7 +198,7 @@ many: $(INSTALLED) ## Reconcile EXPERIMENTS=500 on a bare API server; needs KUBE
 	EXPERIMENTS=$(or $(EXPERIMENTS),500) $(BIN)/pytest -n 1 -s tests/envtest/test_many.py
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=20000 for each of five processes, SEED=0
+fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=20000 for each of seven processes, SEED=0
 	NEXRL_FUZZ_CALLS=$(or $(CALLS),20000) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
 
 .PHONY: chaos

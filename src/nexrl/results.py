@@ -57,6 +57,8 @@ def _files(parts: Mapping[str, Path]) -> dict[str, Path]:
     """Return the files in folders, and files, by name. Links are left out: user code may have made them."""
     files: dict[str, Path] = {}
     for name, part in parts.items():
+        if part.is_symlink():
+            continue
         for path in sorted(part.rglob("*")) if part.is_dir() else [part]:
             if path.is_file() and not path.is_symlink():
                 files[str(Path(name) / path.relative_to(part))] = path

@@ -58,6 +58,32 @@ async def test_what_somebody_changes_by_hand_is_put_back_and_named_once(
             assert "was changed by hand" in note
 
 
+async def test_an_object_that_somebody_replaces_together_with_its_annotations_is_put_back(
+    api: Api, namespace: str, kubelet: Kubelet
+) -> None:
+    services, document = Services(), experiment_object("bare", namespace)
+    async with services.serving(document) as controller, operating(api, namespace, services):
+        await run(api, document, controller)
+        before = await _contents(api, namespace)
+        for kind, name, spec in (
+            (NETWORK_POLICY, "bare-pods", {"podSelector": {}, "ingress": [{}], "egress": [{}]}),
+            (STATEFUL_SET, "bare-rollout", None),
+        ):
+            found = await api.get(kind, namespace, name)
+            assert found is not None
+            if spec is None:
+                spec = found["spec"]
+                spec["template"]["spec"]["containers"][0]["image"] = "evil:1"
+            kept = {key: found["metadata"][key] for key in ("name", "namespace", "labels", "ownerReferences")}
+            await api.replace({**found, "metadata": kept, "spec": spec})
+
+        async def is_restored() -> bool:
+            return await _contents(api, namespace) == before
+
+        await eventually(is_restored)
+        assert len(await _corrections(api, namespace)) == 2
+
+
 async def test_fields_that_others_add_stay_and_start_nothing_again(
     api: Api, namespace: str, kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """The user of each experiment in Redis, with an operator, a real API server and a real Redis; the kubelet is played."""
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -98,6 +99,25 @@ async def test_an_experiment_has_a_user_of_its_own_until_it_is_deleted(
             return ledger not in users(server)
 
         await eventually(is_gone)
+        await asyncio.sleep(10 * redis_logins.CHECK_SECONDS)  # nor is it made again
+        assert await is_gone()
+
+
+async def test_a_login_without_its_password_is_written_again_by_the_next_operator(
+    api: Api, namespace: str, kubelet: Kubelet, server: Server
+) -> None:
+    services, document = Services(), experiment_object("torn", namespace)
+    async with services.serving(document):
+        async with released(api, namespace, server, services):
+            await api.apply(document, manager="test")
+            await until_phase(api, namespace, "torn", "Starting")
+        await api.merge(SECRET, namespace, "torn-redis", {"data": {"password": None}})
+        async with released(api, namespace, server, services):
+
+            async def is_whole() -> bool:
+                return (await login_of(api, namespace, "torn")).keys() == {"username", "password"}
+
+            await eventually(is_whole)
 
 
 async def test_a_user_that_redis_forgets_while_the_pods_stop_is_made_again_by_the_next_operator(

@@ -18,6 +18,7 @@ from nexrl.rpc.client import call, connect
 from nexrl.rpc.limits import MAX_PIECE_BYTES, request_limit_bytes
 from nexrl.rpc.server import ServiceProcess
 from nexrl.v1.train_batch_pool_service_pb2 import ResumeFromCheckpointRequest
+from nexrl.v1.trainer_replica_service_pb2_grpc import add_TrainerReplicaServiceServicer_to_server
 from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from nexrl.v1.trajectory_pool_service_pb2 import SetPolicyVersionRequest
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
@@ -26,10 +27,13 @@ from nexrl.weights.transport import Sender
 from nexrl_controller import server as controller
 from nexrl_data_reader import server as data_reader
 from nexrl_inference import server as inference
+from nexrl_trainer import hosted_ranks
 from nexrl_trainer.build import build_learner
+from nexrl_trainer.hosted_ranks import HostedRanks
 from nexrl_trainer.loop import TrainWorker
+from nexrl_trainer.rank_processes import RankProcess
 from nexrl_trainer.server import run_checkpoints
-from nexrl_trainer.service import TrainerServicer
+from nexrl_trainer.service import ReplicaServicer, TrainerServicer
 from nexrl_trajectory_pool import server as trajectory_pool
 from nexrl_weight_sync import server as weight_sync
 from tests.support.certificates import Authority, environment
@@ -59,6 +63,17 @@ async def start_trainer_whose_loop_has_ended(process: ServiceProcess) -> None:
     process.add(add_TrainerServiceServicer_to_server, TrainerServicer(worker), "nexrl.v1.TrainerService")
 
 
+async def start_other_replica(process: ServiceProcess) -> None:
+    """Serve another replica of a trainer. Nobody watches for what ends it, which would end this process."""
+    servicer = ReplicaServicer(HostedRanks(process))
+    process.add(add_TrainerReplicaServiceServicer_to_server, servicer, "nexrl.v1.TrainerReplicaService")
+    await process.set_ready()
+
+
+async def no_ranks(*_: object) -> list[RankProcess]:
+    return []
+
+
 SERVICES: dict[str, tuple[Callable[[ServiceProcess], Awaitable[None]], list[str]]] = {
     "data reader": (data_reader.start, ["DataReader"]),
     "trajectory pool": (trajectory_pool.start, ["DataLoader", "TrainBatchPool", "TrajectoryPool", "Validator"]),
@@ -66,6 +81,7 @@ SERVICES: dict[str, tuple[Callable[[ServiceProcess], Awaitable[None]], list[str]
     "weight sync": (weight_sync.start, ["WeightSync"]),
     "inference": (inference.start, ["Inference"]),
     "trainer": (start_trainer_whose_loop_has_ended, ["Trainer"]),
+    "other replica of the trainer": (start_other_replica, ["TrainerReplica"]),
 }
 
 
@@ -105,6 +121,7 @@ async def test_a_number_that_redis_cannot_count_to_is_refused(deploy: Deploy) ->
 async def test_random_messages_are_answered_or_refused_with_what_is_wrong(
     name: str, tmp_path: Path, redis_url: str, experiment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hosted_ranks, "start_ranks", no_ranks)
     for variable, value in environment(Authority().write(tmp_path / "ours")).items():
         monkeypatch.setenv(variable, value)
     start, services = SERVICES[name]
@@ -153,7 +170,7 @@ async def send(channel: grpc.aio.Channel, method: Any, content: bytes) -> None:
     described = f"{method.full_name}: {code}: {details}: {content!r}"
     assert code != grpc.StatusCode.UNKNOWN, described
     assert code != grpc.StatusCode.INTERNAL, described
-    names_field = re.match(r"(train batch: )?\w+([.\[].*)?: ", details, re.DOTALL)
+    names_field = re.match(r"(train batch: )?\w+(, \w+)*([.\[].*)?: ", details, re.DOTALL)
     assert code != grpc.StatusCode.INVALID_ARGUMENT or names_field, described
 
 

@@ -194,10 +194,11 @@ class ComponentExited:
         return state.ending(Phase.FAILED, reason, message)
 
     def _restarted(self, state: State, last: ExitRecord, count: str) -> State:
-        # A heartbeat since the last restart resets the backoff: in a long run a component may fail now and then.
-        in_a_row = last.in_a_row + 1 if self.component in state.restarting else 1
+        # Progress resets the backoff: in a long run a component may fail now and then. A heartbeat does not, because a
+        # component that fails in its first step sends one before.
+        in_a_row = 1 if state.step > last.step else last.in_a_row + 1
         delay_seconds = backoff_seconds(in_a_row)
-        last = replace(last, restarts=last.restarts + 1, in_a_row=in_a_row)
+        last = replace(last, restarts=last.restarts + 1, in_a_row=in_a_row, step=state.step)
         return replace(
             self._recorded(state, last, Verdict(restart=True, delay_seconds=delay_seconds)),
             restarting=state.restarting | {self.component},

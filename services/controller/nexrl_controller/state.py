@@ -114,7 +114,9 @@ class ExitRecord:
     checkpointed_steps: int = 0
     """The steps in that checkpoint."""
     in_a_row: int = 0
-    """The restarts since its last heartbeat."""
+    """The restarts without a training step between them."""
+    step: int = 0
+    """Optimizer steps made at the last exit."""
     verdict: Verdict = Verdict(restart=False)
 
 
@@ -181,7 +183,7 @@ class State:
 
     def resumed(self, new: "State") -> "State":
         """Return the state after a suspension: with all restarts left, and that of `new` if it had failed."""
-        exits = {name: replace(record, counted=0) for name, record in self.exits.items()}
+        exits = {name: replace(record, counted=0, in_a_row=0, step=0) for name, record in self.exits.items()}
         return replace(new if self.outcome is Phase.FAILED else self, generation=new.generation, exits=exits)
 
     def ending(self, outcome: Phase, reason: str, message: str) -> "State":

@@ -42,6 +42,8 @@ class Caches:
         """The warnings by the UID of the object that they are about, and their name."""
         self._children: dict[Key, dict[tuple[str, str], Object]] = {}
         """The objects by experiment. Without it, each reconciliation would search the objects of all experiments."""
+        self._keys: dict[tuple[str, str, str], Key] = {}
+        """The experiment of each object, by its kind, namespace and name. Somebody may change the label."""
 
     @property
     def all(self) -> list[Cache]:
@@ -73,8 +75,8 @@ class Caches:
         self._on_change((item["metadata"]["namespace"], item["metadata"]["name"]))
 
     def _on_child(self, item: Object) -> None:
-        self._index(item)
-        self._on_change((item["metadata"]["namespace"], experiment_of(item)))
+        for key in self._index(item):
+            self._on_change(key)
 
     def _on_warning(self, item: Object) -> None:
         metadata, about = item["metadata"], item["involvedObject"]
@@ -92,13 +94,20 @@ class Caches:
         if found is not None:
             self._on_change((namespace, experiment_of(found)))
 
-    def _index(self, item: Object) -> None:
-        metadata = item["metadata"]
-        key, child = (metadata["namespace"], experiment_of(item)), (item["kind"], metadata["name"])
-        found = self._owned[KINDS[item["kind"]]].get(metadata["namespace"], metadata["name"])
+    def _index(self, item: Object) -> set[Key]:
+        """File the object under the experiment of its label. Returns the experiments that this concerns."""
+        kind, namespace, name = item["kind"], item["metadata"]["namespace"], item["metadata"]["name"]
+        found = self._owned[KINDS[kind]].get(namespace, name)
+        key = (namespace, experiment_of(found or item))
+        before = self._keys.pop((kind, namespace, name), key)
+        if found is None or before != key:
+            self._remove(before, (kind, name))
         if found is not None:
-            self._children.setdefault(key, {})[child] = found
-            return
+            self._keys[kind, namespace, name] = key
+            self._children.setdefault(key, {})[kind, name] = found
+        return {before, key}
+
+    def _remove(self, key: Key, child: tuple[str, str]) -> None:
         children = self._children.get(key, {})
         children.pop(child, None)
         if not children:

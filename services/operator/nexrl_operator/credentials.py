@@ -25,6 +25,8 @@ from nexrl_operator.settings import OperatorSettings
 
 RENEW_SECONDS = 6 * 3600.0
 """Time between two checks of the certificates."""
+LOGIN = {"username", "password"}
+"""Keys of the Secret with the user of an experiment in Redis."""
 SECRETS_SECONDS = 60.0
 """Time between two checks that the Secrets of an experiment exist."""
 
@@ -152,13 +154,13 @@ class Credentials:
         if renderer.experiment.spec.redis.url is not None or self.redis_logins.knows(owner.ledger):
             return
         held = await self._held(owner, "redis")
-        if "username" in held:
+        if held.keys() >= LOGIN:
             await self.redis_logins.put(owner.ledger, held["password"].decode())
 
     async def _redis_login(self, renderer: Renderer, is_running: bool) -> list[Object]:
         owner, held = renderer.owner, await self._held(renderer.owner, "redis")
-        is_made = "username" in held
-        if is_running and held and not is_made:
+        is_made = held.keys() >= LOGIN
+        if is_running and "password" in held and not is_made:
             return []  # pods of an older release, which have the shared password until they start again
         password = held["password"].decode() if is_made else self.redis_logins.password(owner.ledger)
         await self.redis_logins.put(owner.ledger, password)

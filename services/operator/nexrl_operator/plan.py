@@ -14,7 +14,7 @@ from nexrl_operator.children import Renderer
 from nexrl_operator.objects import ATTEMPT_LABEL, Object
 from nexrl_operator.observed import Exit, Observed
 from nexrl_operator.queueing import is_admitted, is_to_be_queued_again, new_workload, queue_of, requeue_at
-from nexrl_operator.revisions import is_outdated, is_rendered_alike, revision_of
+from nexrl_operator.revisions import is_outdated, is_rendered_alike, is_replaced_by_hand, revision_of
 from nexrl_operator.setbacks import MAX_DISRUPTIONS, setbacks
 from nexrl_operator.status import is_finished
 from nexrl_operator.troubles import find_trouble, next_trouble_seconds
@@ -176,7 +176,7 @@ def _component(observed: Observed, component: str, item: Object) -> Plan:
     newest = found[-1]
     if component == "trainer" and has_finished(newest) is not None:
         return Plan(Stage.RUN, ended_job=newest)
-    if revision_of(newest) != revision_of(item):
+    if revision_of(newest) != revision_of(item) and not is_replaced_by_hand(newest):
         if component in ROLLING_COMPONENTS:
             return Plan(Stage.RUN, apply=[item])
         return Plan(Stage.RUN, pending_change=f"the template of {component} has changed")
@@ -194,8 +194,8 @@ def _named_like(live: Object, item: Object) -> Object:
 
 
 def _is_comparable(live: Object | None, item: Object) -> bool:
-    """Return whether the object was made from this rendering. Another version of the operator renders others."""
-    return live is not None and is_rendered_alike(live, item)
+    """Return whether the object must be as rendered here. Another version of the operator renders others."""
+    return live is not None and (is_rendered_alike(live, item) or is_replaced_by_hand(live))
 
 
 def _failure(observed: Observed, renderer: Renderer) -> tuple[str, str] | None:

@@ -58,7 +58,7 @@ class PodShape:
     engine need, and a limit below it would end a run that works."""
     volume_size: str = "4Gi"
     """Largest content of each volume on the node's disk. A pod can write nothing else there but logs, which the kubelet
-    rotates: its root file system is read-only."""
+    rotates, and its termination message: its root file system is read-only."""
     grace_seconds: int = 75
     has_run_folder: bool = False
     has_shared_memory: bool = False

@@ -82,6 +82,11 @@ def is_rendered_alike(live: Object, rendered: Object) -> bool:
     return digests[0] is not None and digests[0] == digests[1]
 
 
+def is_replaced_by_hand(live: Object) -> bool:
+    """Return whether the object lacks the digest that each version of the operator writes."""
+    return RENDERED not in live["metadata"].get("annotations", {})
+
+
 def is_outdated(live: Object, rendered: Object) -> bool:
     """Return whether the ConfigMap `live` was rendered alike, before a change of the spec that takes effect at once."""
     digests = [item["metadata"].get("annotations", {}).get(CURRENT) for item in (live, rendered)]

@@ -90,6 +90,8 @@ class HostedRanks:
         self._started.set()
 
     def _accept(self, request: pb.RunRanksRequest) -> None:
+        if not request.trainer_id:
+            raise InvalidArgumentError("trainer_id: is empty; give the id of the trainer that the ranks belong to")
         trainer = self._process.experiment.spec.trainer
         own = self._process.settings.replica, trainer.replicas, trainer.processes_per_replica
         asked = request.replica, request.replicas, request.processes_per_replica

@@ -45,6 +45,11 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_is_no_result(tmp_path: 
 def test_links_in_the_folder_are_not_followed(tmp_path: Path) -> None:
     filled_run(tmp_path)
     assert "logs/link.log" not in result_files(tmp_path, tmp_path / "checkpoints", everything=True)
+    (tmp_path / "logs").rename(tmp_path / "secrets")
+    (tmp_path / "logs").symlink_to(tmp_path / "secrets")
+    files = result_files(tmp_path, tmp_path / "checkpoints", everything=True)
+    assert files
+    assert not [name for name in files if name.startswith("logs")]
 
 
 async def test_an_archive_that_cannot_be_unpacked_is_an_error_that_names_the_cause(tmp_path: Path) -> None:

@@ -122,9 +122,11 @@ def test_delays_between_restarts_double_up_to_a_limit() -> None:
     assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_delays_begin_anew_for_a_component_that_had_come_back() -> None:
-    state = after(*RUNNING, exited(request_id="1"), exited(request_id="2"), ComponentAlive("trainer"))
-    state = after(exited(request_id="3"), state=state)
+def test_delays_begin_anew_with_a_training_step_and_not_with_a_heartbeat() -> None:
+    alive = ComponentAlive("trainer")
+    state = after(*RUNNING, exited(request_id="1"), alive, exited(request_id="2"), alive)
+    assert state.exits["trainer"].verdict.delay_seconds == 1
+    state = after(MetricsPosted(1, {}), exited(request_id="3"), state=state)
     assert state.exits["trainer"].verdict.delay_seconds == 0.5
     assert state.exits["trainer"].counted == 3
 

@@ -134,6 +134,12 @@ async def test_a_call_for_another_replica_is_refused_with_both(replica: Replica,
     assert replica.rank is None
 
 
+async def test_a_call_without_the_id_of_a_trainer_is_refused(replica: Replica) -> None:
+    with pytest.raises(InvalidArgumentError, match="trainer_id: is empty"):
+        await first_end([OtherReplica.started(replica.stub(), variant(trainer_id=""), lambda: None)])
+    assert replica.rank is None
+
+
 async def test_a_replica_that_runs_the_ranks_of_one_trainer_refuses_another(replica: Replica) -> None:
     first = OtherReplica.started(replica.stub(), OWN, lambda: None)
     await eventually(replica.has_started)
