@@ -44,9 +44,14 @@ BUCKET_BYTES = 64 * 1024
 def taken(named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> TakeSnapshot:
     """Return what a publisher is given to publish these tensors."""
 
-    async def take(bucket_bytes: int, replaced: Snapshot | None) -> Snapshot:
+    async def take(bucket_bytes: int, replaced: Snapshot | None, device: torch.device) -> Snapshot:
         return await asyncio.to_thread(
-            snapshot, named_tensors, policy_version=policy_version, bucket_bytes=bucket_bytes, replaced=replaced
+            snapshot,
+            named_tensors,
+            policy_version=policy_version,
+            bucket_bytes=bucket_bytes,
+            replaced=replaced,
+            device=device,
         )
 
     return take

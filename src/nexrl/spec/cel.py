@@ -116,6 +116,12 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "",
+        "inference.backend",
+        "self.weightSync.transport != 'nccl' || self.inference.backend == 'builtin' && !has(self.model.lora)",
+        "weightSync.transport nccl works only with backend builtin and without model.lora; use auto or gloo",
+    ),
+    Rule(
+        "",
         "inference.maxTokensPerRow",
         "self.rollout.maxNewTokens < self.inference.maxTokensPerRow",
         "must be above rollout.maxNewTokens",

@@ -199,6 +199,25 @@ class ExperimentSpec(Section):
 
     @field_validator("inference")
     @classmethod
+    def _can_receive_by_nccl(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
+        weight_sync: WeightSyncSpec | None = info.data.get("weight_sync")
+        model: ModelSpec | None = info.data.get("model")
+        is_adapter = model is not None and model.lora is not None
+        if (
+            weight_sync is not None
+            and weight_sync.transport == "nccl"
+            and (is_adapter or not inference.RECEIVES_ON_GPU)
+        ):
+            raise refuse_key(
+                "backend",
+                inference.backend,
+                "weightSync.transport is nccl, which works only with backend builtin and without model.lora: vLLM "
+                "loads from host memory, and adapters are merged there; use weightSync.transport auto or gloo",
+            )
+        return inference
+
+    @field_validator("inference")
+    @classmethod
     def _has_room_for_completions(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
         rollout: RolloutSpec | None = info.data.get("rollout")
         trainer: TrainerSpec | None = info.data.get("trainer")
