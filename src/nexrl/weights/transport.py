@@ -128,7 +128,7 @@ class Group:
         """
         if rendezvous.transport is Transport.NCCL and gpu is None:
             raise InvalidArgumentError(
-                "rendezvous: transport: nccl, but this process has no GPU to use it with; set weightSync.transport: auto"
+                "rendezvous: transport: nccl, but this process has no GPU for it; set weightSync.transport: auto"
             )
         self._rendezvous = rendezvous
         self._open_store = open_store
