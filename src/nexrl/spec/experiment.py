@@ -184,6 +184,15 @@ class ExperimentSpec(Section):
             )
         return algorithm
 
+    @field_validator("weight_sync")
+    @classmethod
+    def _sends_no_adapter_by_nccl(cls, weight_sync: WeightSyncSpec, info: ValidationInfo) -> WeightSyncSpec:
+        model: ModelSpec | None = info.data.get("model")
+        if weight_sync.transport == "nccl" and model is not None and model.lora is not None:
+            reason = "replicas merge adapters (model.lora) in host memory; use auto or gloo"
+            raise refuse_key("transport", weight_sync.transport, reason)
+        return weight_sync
+
     @field_validator("inference")
     @classmethod
     def _supports_in_flight(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
@@ -201,18 +210,12 @@ class ExperimentSpec(Section):
     @classmethod
     def _can_receive_by_nccl(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
         weight_sync: WeightSyncSpec | None = info.data.get("weight_sync")
-        model: ModelSpec | None = info.data.get("model")
-        is_adapter = model is not None and model.lora is not None
-        if (
-            weight_sync is not None
-            and weight_sync.transport == "nccl"
-            and (is_adapter or not inference.RECEIVES_ON_GPU)
-        ):
+        if weight_sync is not None and weight_sync.transport == "nccl" and not inference.RECEIVES_ON_GPU:
             raise refuse_key(
                 "backend",
                 inference.backend,
-                "weightSync.transport is nccl, which works only with backend builtin and without model.lora: vLLM "
-                "loads from host memory, and adapters are merged there; use weightSync.transport auto or gloo",
+                f"weightSync.transport is nccl; backend {inference.backend} loads weights from host memory; use "
+                "weightSync.transport auto or gloo",
             )
         return inference
 
