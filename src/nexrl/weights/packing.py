@@ -108,7 +108,11 @@ def pack(bucket: Bucket, tensor: Callable[[str], Tensor], buffer: Tensor) -> Ten
 
 def unpack(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the tensors of packed buckets by name, as views of `buffers`."""
-    return {name: tensor for name, _, tensor in named_chunks(manifest, buffers)}
+    return {
+        placement.tensor.name: _view(buffer, placement.tensor, placement.offset)
+        for bucket, buffer in zip(buckets(manifest), buffers, strict=True)
+        for placement in bucket.placements
+    }
 
 
 def digest(manifest: Manifest, buffers: Sequence[Tensor]) -> str:

@@ -154,6 +154,11 @@ def test_a_bucket_that_does_not_fit_on_the_device_is_in_host_memory(
     assert "the memory of cuda:0 is full" in caplog.text
 
 
+def test_what_is_on_a_device_is_unpacked_there() -> None:
+    manifest, device = packed().manifest, torch.device("meta")  # nothing can be copied from it
+    assert {tensor.device for tensor in packing.unpack(manifest, allocate(manifest, device)).values()} == {device}
+
+
 def test_memory_of_another_device_is_not_packed_into_again() -> None:
     before = packed()
     assert packing.reusable(before, before.manifest, torch.device("cpu")) == before.buffers
