@@ -19,7 +19,7 @@ from nexrl.weights.rendezvous import Rendezvous, Transport
 from nexrl.weights.transport import Receiver, Sender
 from tests.support import standin_nccl
 from tests.support.runs import eventually
-from tests.support.standin_nccl import standin_gpu
+from tests.support.standin_nccl import StandInCommunicator, standin_gpu
 
 PATIENCE_SECONDS = 20.0
 
@@ -107,6 +107,27 @@ async def test_a_member_that_dies_while_all_connect_is_given_up_at_the_deadline(
     with pytest.raises(UnavailableError, match="a member was silent"):
         sent.result(PATIENCE_SECONDS)
     await eventually((folder / "aborted.0").exists, seconds=PATIENCE_SECONDS)
+    sender.close()
+
+
+async def test_an_abort_at_the_end_of_a_broadcast_frees_the_communicator(
+    folder: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, weights = Receiver(standin_gpu("GPU-1")), packed()
+    group, is_idle = sender.group(rendezvous(sender, 0)), StandInCommunicator.is_idle
+
+    def aborted_when_idle(communicator: StandInCommunicator) -> bool:
+        idle = is_idle(communicator)
+        if idle and communicator._rank == 0 and communicator._broadcasts == len(weights.buffers):
+            group.abort()
+        return idle
+
+    monkeypatch.setattr(StandInCommunicator, "is_idle", aborted_when_idle)
+    sent = in_thread(partial(group.send, weights.buffers))
+    receiver.group(rendezvous(sender, 1)).receive(allocate(weights.manifest))
+    sent.result(PATIENCE_SECONDS)  # all is sent
+    await eventually((folder / "aborted.0").exists, seconds=PATIENCE_SECONDS)
+    receiver.close_group()
     sender.close()
 
 
