@@ -78,6 +78,7 @@ FINE: dict[str, Object] = {
     "default-of-another-backend": {"inference__tensorParallel": 1, "inference__vllmArgs": []},
     "default-of-two-other-losses": {"algorithm__loss": "reinforce", "algorithm__clipHigh": 4},
     "in-flight": {"inference__backend": "vllm", "weightSync__inFlight": "abort"},
+    "nccl": {"weightSync__transport": "nccl"},
     "validation": {"validation": {"data": {"type": "mock"}, "temperature": 0.7, "samplesPerTask": 4}},
     "resume": {"resume": {"mode": "from_path", "path": "/checkpoints/global_step_1"}},
     "health": {"monitor__health": {"checkIntervalSeconds": 2, "timeoutSeconds": 3}},
@@ -154,6 +155,11 @@ WRONG: dict[str, tuple[Object, str]] = {
     "worker-missing": ({"rollout__type": "worker"}, "spec.rollout.worker"),
     "top-p": ({"rollout__topP": 0}, "spec.rollout.topP"),
     "in-flight": ({"weightSync__inFlight": "abort"}, "spec.inference.backend"),
+    "nccl-of-adapters": (
+        {"model": {"scratch": {"alphabet": "ab"}, "lora": {"rank": 4, "alpha": 8}}, "weightSync__transport": "nccl"},
+        "spec.weightSync.transport",
+    ),
+    "nccl-into-vllm": ({"inference__backend": "vllm", "weightSync__transport": "nccl"}, "spec.inference.backend"),
     "mock of several replicas": (
         {"trainer": {"steps": 1, "backend": "mock", "replicas": 2}},
         "spec.trainer.replicas",

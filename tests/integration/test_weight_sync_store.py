@@ -11,9 +11,18 @@ from nexrl_weight_sync.store import WeightSyncStore
 async def test_a_state_is_read_as_it_was_saved(redis: Redis, experiment_name: str) -> None:
     store = WeightSyncStore(redis, key_prefix(experiment_name, "default"))
     assert await store.load() == State()
-    state = State(Weights(7, "d"), 3, 7, (Replica("a", "h:1", "http://h", Weights()),))
+    state = State(Weights(7, "d"), 3, 7, (Replica("a", "h:1", "http://h", Weights(), "h:2", "GPU-1"),))
     await store.save(state)
     assert await store.load() == state
+
+
+async def test_replicas_of_a_state_that_knows_no_gpus_have_none(redis: Redis, experiment_name: str) -> None:
+    prefix = key_prefix(experiment_name, "default")
+    store = WeightSyncStore(redis, prefix)
+    await store.load()
+    await store.save(State(replicas=(Replica("a", "h:1", "http://h", Weights(), "h:2", "GPU-1"),)))
+    await redis.hset(f"{prefix}weight_sync", "replicas", '[["a", "h:1", "http://h", "h:2"]]')
+    assert (await store.load()).replicas == (Replica("a", "h:1", "http://h", Weights(), "h:2"),)
 
 
 async def test_a_script_that_is_lost_as_soon_as_it_is_loaded_is_loaded_again(

@@ -24,6 +24,7 @@ from nexrl.v1 import policy_pb2
 from nexrl.v1 import weight_sync_service_pb2 as pb
 from nexrl.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from nexrl.weights import nccl
 from nexrl.weights.manifest import Manifest, TensorSpec
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.receiver import StagedWeights, WeightReceiver
@@ -32,6 +33,7 @@ from nexrl.weights.transport import Group
 from nexrl_inference.replica import Replica
 from nexrl_inference.requests import GenerationRequest, GenerationResult
 from nexrl_inference.service import InferenceServicer
+from tests.support.standin_nccl import StandInCommunicator, standin_gpu
 
 
 class NoEngine:
@@ -95,19 +97,24 @@ def misbehave(behaviour: str) -> None:
 def main(
     weight_sync: str,
     model_tag: str,
-    replica_id: str,
+    identity: policy_pb2.Replica,
     specs: Sequence[TensorSpec],
     behaviour: str,
     shared: Path | None = None,
 ) -> None:
-    """Run the replica of a model with these tensors. `shared` is a folder like spec.weightSync.path."""
+    """Run the replica of a model with these tensors. `shared` is a folder like spec.weightSync.path.
+
+    `identity` has its name. If it has a GPU, the replica can use the stand-in of NCCL.
+    """
     torch.set_num_threads(1)
     misbehave(behaviour)
+    nccl.Communicator = StandInCommunicator  # type: ignore[misc,assignment]
     other = (*specs[1:], TensorSpec("other", "float32", (3,)))
-    receiver = WeightReceiver(other if behaviour == "misfit" else specs)
+    receiver = WeightReceiver(
+        other if behaviour == "misfit" else specs, gpu=standin_gpu(identity.gpu) if identity.gpu else None
+    )
     published = PublishedVersions(shared, model_tag) if shared else None
-    identity = policy_pb2.Replica(replica_id=replica_id, http_url="http://x")
-    engine = LeavingEngine(weight_sync, model_tag, replica_id) if behaviour == "leave" else NoEngine()
+    engine = LeavingEngine(weight_sync, model_tag, identity.replica_id) if behaviour == "leave" else NoEngine()
     asyncio.run(serve(weight_sync, model_tag, Replica(engine, receiver, identity, published), identity))
 
 

@@ -23,12 +23,22 @@ class SpawnedProcesses:
             self._connections.append(ours)
             self._processes.append(process)
 
-    def ask(self, request: object, number: int | None = None) -> list[Any]:
-        """Send the request to the first `number` processes, by default all, and return their answers in order."""
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def ask(self, request: object, number: int | None = None, silent: int | None = None) -> list[Any]:
+        """Send the request to the first `number` processes, by default all, and return their answers in order.
+
+        Process `silent` is not waited for.
+        """
         connections = self._connections[:number]
         for connection in connections:
             connection.send(request)
-        return [connection.recv() for connection in connections]
+        return [connection.recv() for index, connection in enumerate(connections) if index != silent]
+
+    def kill(self, index: int) -> None:
+        """Kill a process with SIGKILL, also one that is stopped."""
+        self._processes[index].kill()
 
     def end(self) -> None:
         """End the processes; returns when they are gone."""

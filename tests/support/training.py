@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import torch
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import BatchClient, TrainBatchClient
@@ -76,7 +77,7 @@ class FakePublisher(WeightPublisher):
         self.published: list[int] = []
 
     async def publish(self, take: TakeSnapshot) -> None:  # type: ignore[override]
-        policy_version = (await take(1 << 20, None)).manifest.policy_version
+        policy_version = (await take(1 << 20, None, torch.device("cpu"))).manifest.policy_version
         self.published.append(policy_version)
         await self._test_pool.set_version(policy_version)
 

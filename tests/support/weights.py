@@ -18,7 +18,9 @@ from torch import Tensor
 from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.store import Redis, key_prefix
+from nexrl.v1 import policy_pb2
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub, add_WeightSyncServiceServicer_to_server
+from nexrl.weights.gpu import Gpu
 from nexrl.weights.manifest import TensorSpec
 from nexrl.weights.packing import Snapshot, snapshot, tensor_specs
 from nexrl.weights.published import PublishedVersions
@@ -44,9 +46,14 @@ BUCKET_BYTES = 64 * 1024
 def taken(named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> TakeSnapshot:
     """Return what a publisher is given to publish these tensors."""
 
-    async def take(bucket_bytes: int, replaced: Snapshot | None) -> Snapshot:
+    async def take(bucket_bytes: int, replaced: Snapshot | None, device: torch.device) -> Snapshot:
         return await asyncio.to_thread(
-            snapshot, named_tensors, policy_version=policy_version, bucket_bytes=bucket_bytes, replaced=replaced
+            snapshot,
+            named_tensors,
+            policy_version=policy_version,
+            bucket_bytes=bucket_bytes,
+            replaced=replaced,
+            device=device,
         )
 
     return take
@@ -85,8 +92,10 @@ _processes.set_forkserver_preload(["tests.support.replica_process"])
 class ReplicaProcess:
     """A process that runs the replica of `tests.support.replica_process`."""
 
-    def __init__(self, world: "World", replica_id: str, behaviour: str, specs: tuple[TensorSpec, ...]) -> None:
-        arguments = (world.address, MODEL_TAG, replica_id, specs, behaviour, world.shared)
+    def __init__(
+        self, world: "World", identity: policy_pb2.Replica, behaviour: str, specs: tuple[TensorSpec, ...]
+    ) -> None:
+        arguments = (world.address, MODEL_TAG, identity, specs, behaviour, world.shared)
         self._process = _processes.Process(target=replica_process.main, args=arguments, daemon=True)
         self._process.start()
 
@@ -119,21 +128,25 @@ class World:
     _following: "dict[WeightPublisher, asyncio.Task[None]]" = field(default_factory=dict)
 
     async def replica(
-        self, replica_id: str, behaviour: str = "sound", specs: tuple[TensorSpec, ...] = ()
+        self, replica_id: str, behaviour: str = "sound", specs: tuple[TensorSpec, ...] = (), gpu: str = ""
     ) -> ReplicaProcess:
-        """Start a replica, and wait until it is registered. Without `specs`, it serves the example model."""
-        replica = ReplicaProcess(self, replica_id, behaviour, specs or tensor_specs(example_tensors(0)))
+        """Start a replica, and wait until it is registered. Without `specs`, it serves the example model.
+
+        With `gpu`, a UUID, it can use the stand-in of NCCL.
+        """
+        identity = policy_pb2.Replica(replica_id=replica_id, http_url="http://x", gpu=gpu)
+        replica = ReplicaProcess(self, identity, behaviour, specs or tensor_specs(example_tensors(0)))
         self.closing.callback(replica.kill)
         await self.until(lambda view: any(found.replica_id == replica_id for found, _ in view.replicas))
         return replica
 
-    async def publisher(self, *, bucket_bytes: int = BUCKET_BYTES) -> WeightPublisher:
+    async def publisher(self, *, bucket_bytes: int = BUCKET_BYTES, gpu: Gpu | None = None) -> WeightPublisher:
         """Start a trainer's publisher that follows the replicas."""
         channel = connect(self.address)
         self.closing.push_async_callback(channel.close)
         publisher = WeightPublisher(
             WeightSyncServiceStub(channel),
-            Sender("127.0.0.1"),
+            Sender("127.0.0.1", gpu),
             model_tag=MODEL_TAG,
             bucket_bytes=bucket_bytes,
             timeout_seconds=TIMEOUT_SECONDS,

@@ -84,4 +84,5 @@ def with_adapter(backend: Backend, model: ModelSpec) -> Backend:
         tensors=weights.tensors,
         allocate=allocate,
         base_digest=weights.base_digest,
+        gpu=None,  # adapters are merged on the host
     )

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nexrl.rpc.server import ServiceProcess
 from nexrl.stop_strings import Decode
+from nexrl.weights.gpu import Gpu
 from nexrl.weights.manifest import Manifest, TensorSpec
 from nexrl_inference.replica import Engine, Replica
 
@@ -28,6 +29,8 @@ class Backend:
     """Returns when the engine accepts requests. Raises UnavailableError when the process is told to stop first."""
     base_digest: str = ""
     """If a version is an adapter, the digest of the base that it must belong to."""
+    gpu: Gpu | None = None
+    """Where a version can be received by NCCL; `Engine.load` then gets memory of this GPU. None: on the host only."""
 
 
 StartBackend = Callable[[ServiceProcess], Awaitable[Backend]]

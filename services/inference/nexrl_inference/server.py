@@ -59,7 +59,8 @@ async def start(process: ServiceProcess) -> None:
 
 async def _serve(process: ServiceProcess, backend: Backend, identity: policy_pb2.Replica) -> Replica:
     """Build the replica and its HTTP API, and wait until the backend accepts requests."""
-    receiver = WeightReceiver(backend.tensors, backend.allocate, backend.base_digest)
+    identity.gpu = backend.gpu.uuid if backend.gpu else ""
+    receiver = WeightReceiver(backend.tensors, backend.allocate, backend.base_digest, backend.gpu)
     process.on_close(lambda: asyncio.to_thread(receiver.close))
     replica = Replica(backend.engine, receiver, identity, PublishedVersions.of(process.experiment))
     identity.http_url = await serve_http(process, backend.application(replica))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
@@ -25,6 +26,8 @@ from nexrl_trainer.held_state import HeldState
 from nexrl_trainer.step import Learner
 from nexrl_trainer.step_metrics import LossMetrics, OptimizerMetrics
 from nexrl_trainer.tensor_slices import SavedTensors
+
+_HOST = torch.device("cpu")
 
 
 class Leader(Learner):
@@ -73,10 +76,10 @@ class Leader(Learner):
         with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_END_STEP)):
             super().end_step()
 
-    def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None) -> Snapshot:
-        """As on a single rank. The memory of `replaced` is not used again."""
+    def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None, device: torch.device = _HOST) -> Snapshot:
+        """As on a single rank."""
         with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_GATHER_WEIGHTS, bucket_bytes=bucket_bytes)):
-            gathered = _gather_weights(self, bucket_bytes)
+            gathered = _gather_weights(self, bucket_bytes, replaced, device)
             assert gathered is not None
             return gathered.of_base(self.trained.base_digest)
 
@@ -146,12 +149,16 @@ def _call(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecutor
             raise AssertionError(f"rank 0 runs another version of NexRL: it sent verb {unknown}")
 
 
-def _gather_weights(learner: Learner, bucket_bytes: int) -> Snapshot | None:
+def _gather_weights(
+    learner: Learner, bucket_bytes: int, replaced: Snapshot | None = None, device: torch.device = _HOST
+) -> Snapshot | None:
     return gathered_snapshot(
         learner.trained.published(),
         policy_version=learner.step,
         bucket_bytes=bucket_bytes,
         is_sender=learner.ranks.rank == 0,
+        replaced=replaced,
+        device=device,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from prometheus_client import Gauge
 
@@ -149,8 +150,8 @@ class TrainWorker:
             async with self.weights_lock:
                 await self._publisher.publish(self._snapshot)
 
-    async def _snapshot(self, bucket_bytes: int, replaced: Snapshot | None) -> Snapshot:
-        return await self.in_torch_thread(lambda: self.learner.snapshot(bucket_bytes, replaced))
+    async def _snapshot(self, bucket_bytes: int, replaced: Snapshot | None, device: torch.device) -> Snapshot:
+        return await self.in_torch_thread(lambda: self.learner.snapshot(bucket_bytes, replaced, device))
 
     async def save_checkpoint(self) -> Path:
         """Write `global_step_<n>`, and return its path when it is complete and the ledger knows it.

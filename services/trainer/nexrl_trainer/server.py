@@ -28,6 +28,7 @@ from nexrl.v1.trainer_replica_service_pb2_grpc import (
 )
 from nexrl.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
+from nexrl.weights.gpu import gpu_for_transfer
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender, listening_store
@@ -64,7 +65,7 @@ async def start(process: ServiceProcess) -> None:
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
         WeightSyncServiceStub(process.connect(process.settings.weight_sync)),
-        Sender(process.settings.advertised),
+        Sender(process.settings.advertised, gpu_for_transfer(spec.weight_sync.transport, learner.model.device)),
         model_tag=spec.model.tag,
         bucket_bytes=spec.weight_sync.bucket_bytes,
         timeout_seconds=spec.weight_sync.timeout_seconds,

@@ -38,6 +38,7 @@ from nexrl_trainer.tensor_slices import SavedTensors, own_slice
 from nexrl_trainer.trained_weights import Adapter, AdapterSettings, TrainedWeights, WholeModel
 
 _RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -178,10 +179,14 @@ class Learner:
         self.forward_pass.check_batch(batch)
         _check_reference(batch, self.settings.algorithm)
 
-    def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None) -> Snapshot:
+    def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None, device: torch.device = _HOST) -> Snapshot:
         """Return a packed copy of the trained weights (`nexrl.weights.packing.snapshot`)."""
         packed = snapshot(
-            self.trained.published(), policy_version=self.step, bucket_bytes=bucket_bytes, replaced=replaced
+            self.trained.published(),
+            policy_version=self.step,
+            bucket_bytes=bucket_bytes,
+            replaced=replaced,
+            device=device,
         )
         return packed.of_base(self.trained.base_digest)
 

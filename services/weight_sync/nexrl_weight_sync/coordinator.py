@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from nexrl.errors import FailedPreconditionError, LeaseLostError, NotFoundError
 from nexrl_weight_sync.records import NO_VERSION, Cause, Member, Outcome, Replica, Rules, State, Sync, Weights
+from nexrl_weight_sync.route import choose_route
 
 
 @dataclass
@@ -177,8 +178,11 @@ class Coordinator:
             return "replicas"
         return ""
 
-    def begin(self, request_id: str, weights: Weights, open_epoch: int, now: float) -> Sync:
+    def begin(self, request_id: str, weights: Weights, open_epoch: int, now: float, trainer_gpu: str = "") -> Sync:
         """Begin a sync with all living replicas. A sync in transfer is aborted, unless it belongs to the same request.
+
+        The route depends only on the settings and on what the trainer and the members said of their GPUs when they
+        started, so it does not change within an epoch.
 
         A new epoch begins when the membership changed, the trainer has no open group, or the last transfer failed.
         """
@@ -191,7 +195,10 @@ class Coordinator:
             self._end(Cause.SUPERSEDED, "the trainer began another sync")
         self._regroup(open_epoch)
         sync_id = f"{weights.policy_version}-{self._group.epoch}-{request_id}"
-        sync = Sync(sync_id, request_id, weights, self._group.epoch, self.members, now + self._rules.sync_seconds)
+        gpus = {member.replica_id: member.replica.gpu for member in self.members}
+        route = choose_route(self._rules.transport, trainer_gpu, gpus)
+        deadline = now + self._rules.sync_seconds
+        sync = Sync(sync_id, request_id, weights, self._group.epoch, self.members, deadline, route)
         self._progress = _Progress(sync)
         self._group.is_intact = False  # until its transfer is known to have ended well
         return sync

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from nexrl_weight_sync.route import Route
+
 NO_VERSION = -1
 
 
@@ -13,7 +15,7 @@ class Rules:
 
     `max_lag_steps`: how many versions the committed one may lag behind the newest offered one before rollouts must
     wait; None: after the first commit rollouts never wait. `is_due` returns whether a version must be validated. Times
-    are in seconds.
+    are in seconds. `transport`: spec.weightSync.transport.
     """
 
     max_lag_steps: int | None
@@ -21,6 +23,7 @@ class Rules:
     sync_seconds: float
     hold_seconds: float
     is_due: Callable[[int], bool]
+    transport: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Weights:
 class Replica:
     """A replica as it registered. `holds`: the weights that it serves.
 
-    `token_address`: where clients with a token are served, instead of a certificate.
+    `token_address`: where clients with a token are served, instead of a certificate. `gpu`: UUID of the GPU into whose
+    memory it can receive by NCCL; empty for host memory only.
     """
 
     replica_id: str
@@ -43,6 +47,7 @@ class Replica:
     http_url: str
     holds: Weights
     token_address: str = ""
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Sync:
     epoch: int
     members: tuple[Member, ...]
     deadline: float
+    route: Route
 
 
 class Cause(StrEnum):

@@ -65,6 +65,7 @@ def rules(spec: ExperimentSpec) -> Rules:
         sync_seconds=2 * spec.weight_sync.timeout_seconds + MARGIN_SECONDS,
         hold_seconds=spec.validation.timeout_seconds + MARGIN_SECONDS if spec.validation else MARGIN_SECONDS,
         is_due=_validation_rule(spec),
+        transport=spec.weight_sync.transport,
     )
 
 

@@ -63,12 +63,17 @@ class WeightSyncServicer(WeightSyncServiceServicer):
         self._require_tag(request.model_tag)
         manifest = manifest_from_wire(request.manifest)
         newest_version = request.newest_version if request.HasField("newest_version") else None
-        offer = Offer(request.request_id, manifest, request.host, request.port, request.open_epoch, newest_version)
+        offer = Offer(
+            request.request_id, manifest, request.host, request.port, request.open_epoch, newest_version, request.gpu
+        )
         sync = await self._weight_sync.prepare(offer, request.wait_seconds)
         if isinstance(sync, str):
             return pb.PrepareSyncResponse(waiting_on=sync)
         world_size = len(sync.members) + 1
-        rendezvous = Rendezvous(sync.epoch, request.host, request.port, TRAINER_RANK, world_size, self._timeout_seconds)
+        rendezvous = Rendezvous(
+            *(sync.epoch, request.host, request.port, TRAINER_RANK, world_size, self._timeout_seconds),
+            sync.route.transport,
+        )
         return pb.PrepareSyncResponse(sync_id=sync.sync_id, rendezvous=rendezvous_to_wire(rendezvous))
 
     async def CommitSync(self, request: pb.CommitSyncRequest, context: Context) -> pb.CommitSyncResponse:
@@ -136,7 +141,7 @@ def _replica_from_wire(replica: policy_pb2.Replica, digest: str) -> Replica:
             f"and {NO_VERSION} (no weights) requires an empty digest"
         )
     holds = Weights(replica.policy_version, digest)
-    return Replica(replica.replica_id, replica.address, replica.http_url, holds, replica.token_address)
+    return Replica(replica.replica_id, replica.address, replica.http_url, holds, replica.token_address, replica.gpu)
 
 
 def _replica_to_wire(replica: Replica, ready: bool) -> policy_pb2.Replica:
@@ -145,6 +150,7 @@ def _replica_to_wire(replica: Replica, ready: bool) -> policy_pb2.Replica:
         address=replica.address,
         http_url=replica.http_url,
         token_address=replica.token_address,
+        gpu=replica.gpu,
         policy_version=replica.holds.policy_version,
         ready=ready,
     )

@@ -51,8 +51,8 @@ class WeightSyncStore:
             epoch=int(epoch),
             held_version=int(held_version),
             replicas=tuple(
-                Replica(replica_id, address, http_url, Weights(), token_address)
-                for replica_id, address, http_url, token_address in json.loads(replicas)
+                Replica(replica_id, address, http_url, Weights(), *token_address_and_gpu)
+                for replica_id, address, http_url, *token_address_and_gpu in json.loads(replicas)
             ),
         )
 
@@ -61,7 +61,7 @@ class WeightSyncStore:
 
         Raises FailedPreconditionError if another process has loaded it since, UnavailableError if Redis is unreachable.
         """
-        replicas = json.dumps([[r.replica_id, r.address, r.http_url, r.token_address] for r in state.replicas])
+        replicas = json.dumps([[r.replica_id, r.address, r.http_url, r.token_address, r.gpu] for r in state.replicas])
         committed = state.committed
         arguments: list[str | int] = [
             self._incarnation,

@@ -14,6 +14,7 @@ from nexrl_weight_sync.change import Change
 from nexrl_weight_sync.coordinator import Coordinator
 from nexrl_weight_sync.records import NO_VERSION, Cause, Member, Outcome, Replica, Sync, Weights
 from nexrl_weight_sync.replicas import ReplicaClients, TransferInterruptedError
+from nexrl_weight_sync.route import Route
 from nexrl_weight_sync.store import WeightSyncStore
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Offer:
     open_epoch: int
     newest_version: int | None = None
     """After a resume: the newest version that the train batches of the ledger lead to."""
+    gpu: str = ""
+    """UUID of the GPU from whose memory the trainer can send by NCCL; empty for host memory only."""
 
     @property
     def weights(self) -> Weights:
@@ -83,6 +86,7 @@ class WeightSync:
         self._clock = clock
         self._change = Change()
         self._transfer: _Transfer | None = None
+        self._logged_route: Route | None = None
         self._commits: dict[str, asyncio.Task[Outcome]] = {}
         metrics.COMMITTED_VERSION.set(coordinator.committed.policy_version)
 
@@ -131,9 +135,10 @@ class WeightSync:
             self._change.notify()
         if not await self._change.until(lambda: not self._coordinator.waiting_on(offer.weights), wait_seconds):
             return self._coordinator.waiting_on(offer.weights)
-        sync = self._coordinator.begin(offer.request_id, offer.weights, offer.open_epoch, self._clock())
+        sync = self._coordinator.begin(offer.request_id, offer.weights, offer.open_epoch, self._clock(), offer.gpu)
         await self._settle()  # store the epoch before a member uses it
         if self._coordinator.sync is sync and self._transfer is None:
+            self._log_route(sync.route)
             self._transfer = self._begin_transfer(sync, offer)
             metrics.WEIGHT_BYTES.set(offer.manifest.nbytes)
             metrics.PHASE_SECONDS.labels("prepare").observe(self._clock() - began)
@@ -203,10 +208,16 @@ class WeightSync:
         digests = {}
         for rank, member in enumerate(sync.members, start=1):
             rendezvous = Rendezvous(
-                sync.epoch, offer.host, offer.port, rank, len(sync.members) + 1, self._timeout_seconds
+                *(sync.epoch, offer.host, offer.port, rank, len(sync.members) + 1, self._timeout_seconds),
+                sync.route.transport,
             )
             digests[member.replica_id] = asyncio.create_task(self._receive(sync, member, rendezvous, offer.manifest))
         return _Transfer(sync, digests, self._clock())
+
+    def _log_route(self, route: Route) -> None:
+        if route != self._logged_route:
+            log.info("weights travel by %s: %s", route.transport, route.reason)
+            self._logged_route = route
 
     async def _receive(self, sync: Sync, member: Member, rendezvous: Rendezvous, manifest: Manifest) -> str:
         try:

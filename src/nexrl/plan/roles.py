@@ -49,6 +49,8 @@ def trainer_role(size: ModelSize, spec: ExperimentSpec, available: Available) ->
     snapshot = snapshot_bytes(size, training)
     uses_gpu = _uses_gpu(spec, "trainer", available) and spec.trainer.device != "cpu"
     copied = -(-checkpoint_bytes(size, training) // spec.trainer.replicas)
+    # With weightSync.path, what is sent stays on the host. The first version is there in any case.
+    sent = snapshot if uses_gpu and _may_use_nccl(spec) and spec.weight_sync.path is None else 0
     loading = processes * size.parameters * training.item_bytes
     of_ranks = 0 if uses_gpu else first.total + (processes - 1) * others.total
     host = max(of_ranks + snapshot + copied, loading) + processes * PROCESS_BYTES
@@ -57,8 +59,13 @@ def trainer_role(size: ModelSize, spec: ExperimentSpec, available: Available) ->
         spec.trainer.replicas,
         processes if uses_gpu else 0,
         processes * spec.trainer.threads_per_process,
-        {**_parts(first), "published copy (host)": snapshot, "copy for a checkpoint (host)": copied},
-        first.total if uses_gpu else None,
+        {
+            **_parts(first),
+            "published copy (GPU)": sent,
+            "published copy (host)": snapshot,
+            "copy for a checkpoint (host)": copied,
+        },
+        max(first.step + sent, first.whole_model) if uses_gpu else None,
         host,
         _memory_limit(spec, "trainer"),
     )
@@ -68,6 +75,7 @@ def inference_role(size: ModelSize, spec: ExperimentSpec, available: Available) 
     """Return the needs of one replica."""
     memory = replica_memory(size, spec)
     uses_gpu = _uses_gpu(spec, "inference", available) and getattr(spec.inference, "device", "auto") != "cpu"
+    received = memory.staged if uses_gpu and _may_use_nccl(spec) else 0
     # A vLLM server has a process for its API and one for its engine, besides a worker for each device.
     processes = memory.devices + (3 if isinstance(spec.inference, VllmInference) else 0)
     on_host = memory.staged + processes * PROCESS_BYTES + (0 if uses_gpu else memory.devices * memory.total)
@@ -76,8 +84,13 @@ def inference_role(size: ModelSize, spec: ExperimentSpec, available: Available) 
         spec.inference.replicas,
         memory.devices if uses_gpu else 0,
         spec.inference.threads,
-        {"weights": memory.weights, "keys and values": memory.cache, "next version (host)": memory.staged},
-        memory.total if uses_gpu else None,
+        {
+            "weights": memory.weights,
+            "keys and values": memory.cache,
+            "next version (GPU)": received,
+            "next version (host)": memory.staged,
+        },
+        memory.total + received if uses_gpu else None,
         on_host,
         _memory_limit(spec, "inference"),
     )
@@ -118,8 +131,8 @@ def _remedies(size: ModelSize, spec: ExperimentSpec, available: Available) -> st
     if found:
         return f"it would fit with {', or '.join(found)}"
     return (
-        "no change of trainer.processesPerReplica, maxTokensPerMicroBatch or activationCheckpointing makes it fit; use "
-        "more memory, or a smaller model"
+        "no change of trainer.processesPerReplica, maxTokensPerMicroBatch, activationCheckpointing or "
+        "weightSync.transport makes it fit; use more memory, or a smaller model"
     )
 
 
@@ -133,6 +146,9 @@ def _alternatives(spec: ExperimentSpec) -> Iterator[_Changes]:
     yield _recomputed(spec)
     if tokens > (least := spec.max_sequence_tokens):
         yield iter([(f"trainer.maxTokensPerMicroBatch: {least}", _changed(spec, max_tokens_per_micro_batch=least))])
+    if _may_use_nccl(spec):
+        weight_sync = spec.weight_sync.model_copy(update={"transport": "gloo"})
+        yield iter([("weightSync.transport: gloo", spec.model_copy(update={"weight_sync": weight_sync}))])
 
 
 def _ranks(spec: ExperimentSpec) -> _Changes:
@@ -171,6 +187,11 @@ def _parts(memory: RankMemory) -> dict[str, int]:
         "peak of a step": memory.step,
         "whole model, at start": memory.whole_model,
     }
+
+
+def _may_use_nccl(spec: ExperimentSpec) -> bool:
+    """Return whether weights may travel between GPUs: then rank 0 and each replica hold one more version on theirs."""
+    return spec.weight_sync.transport != "gloo" and spec.inference.RECEIVES_ON_GPU and spec.model.lora is None
 
 
 def _uses_gpu(spec: ExperimentSpec, section: str, available: Available) -> bool:

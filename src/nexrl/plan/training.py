@@ -45,8 +45,8 @@ class Training:
             # With adapters, the reference model is the trainer's own, without them.
             has_reference=spec.model.lora is None
             and bool(spec.algorithm.kl_coefficient or spec.algorithm.kl_reward_coefficient),
-            # Without these, the memory of the previous version is used again.
-            keeps_two_snapshots=ranks > 1 or spec.weight_sync.path is not None,
+            # Otherwise the memory of the previous version is used again.
+            keeps_two_snapshots=spec.weight_sync.path is not None,
             adapter_rank=spec.model.lora.rank if spec.model.lora else 0,
             has_muon=spec.algorithm.optimizer == "muon",
         )

@@ -116,6 +116,12 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "",
+        "weightSync.transport",
+        "self.weightSync.transport != 'nccl' || !has(self.model.lora)",
+        "replicas merge adapters (model.lora) in host memory; use auto or gloo",
+    ),
+    Rule(
+        "",
         "inference.maxTokensPerRow",
         "self.rollout.maxNewTokens < self.inference.maxTokensPerRow",
         "must be above rollout.maxNewTokens",
@@ -129,12 +135,15 @@ RULES: Sequence[Rule] = (
 )
 
 
-def in_flight_rules() -> Iterator[Rule]:
-    """Which values of weightSync.inFlight each inference backend supports."""
+def backend_rules() -> Iterator[Rule]:
+    """Which values of weightSync.inFlight and weightSync.transport each inference backend supports."""
     for backend in variants(InferenceSpec)["backend"]:
         name, supported = value_of(backend, "backend"), list(backend.IN_FLIGHT)  # type: ignore[attr-defined]
         rule = f"self.inference.backend != '{name}' || self.weightSync.inFlight in {supported}"
         yield Rule("", "inference.backend", rule, f"{name} supports weightSync.inFlight {', '.join(supported)} only")
+        if not backend.RECEIVES_ON_GPU:  # type: ignore[attr-defined]
+            rule = f"self.inference.backend != '{name}' || self.weightSync.transport != 'nccl'"
+            yield Rule("", "inference.backend", rule, f"{name} supports weightSync.transport auto and gloo only")
 
 
 def change_rules(spec: Node) -> Iterator[Rule]:

@@ -184,6 +184,15 @@ class ExperimentSpec(Section):
             )
         return algorithm
 
+    @field_validator("weight_sync")
+    @classmethod
+    def _sends_no_adapter_by_nccl(cls, weight_sync: WeightSyncSpec, info: ValidationInfo) -> WeightSyncSpec:
+        model: ModelSpec | None = info.data.get("model")
+        if weight_sync.transport == "nccl" and model is not None and model.lora is not None:
+            reason = "replicas merge adapters (model.lora) in host memory; use auto or gloo"
+            raise refuse_key("transport", weight_sync.transport, reason)
+        return weight_sync
+
     @field_validator("inference")
     @classmethod
     def _supports_in_flight(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
@@ -194,6 +203,19 @@ class ExperimentSpec(Section):
                 "backend",
                 inference.backend,
                 f"weightSync.inFlight is {weight_sync.in_flight}; backend {inference.backend} supports {supported}",
+            )
+        return inference
+
+    @field_validator("inference")
+    @classmethod
+    def _can_receive_by_nccl(cls, inference: InferenceSpec, info: ValidationInfo) -> InferenceSpec:
+        weight_sync: WeightSyncSpec | None = info.data.get("weight_sync")
+        if weight_sync is not None and weight_sync.transport == "nccl" and not inference.RECEIVES_ON_GPU:
+            raise refuse_key(
+                "backend",
+                inference.backend,
+                f"weightSync.transport is nccl; backend {inference.backend} loads weights from host memory; use "
+                "weightSync.transport auto or gloo",
             )
         return inference
 

@@ -42,6 +42,8 @@ class InferenceSpec(VariantSection):
     """The release's image of the backend's pods: the last part of an OperatorSettings field."""
     IN_FLIGHT: ClassVar[tuple[str, ...]] = ()
     """The values of weightSync.inFlight that the backend supports."""
+    RECEIVES_ON_GPU: ClassVar[bool] = False
+    """Whether the backend can receive weights into the memory of its GPU (weightSync.transport nccl)."""
     PACKAGE: ClassVar[str | None] = None
     """The Python package that the backend requires, besides those of NexRL."""
 
@@ -62,6 +64,7 @@ class BuiltinInference(InferenceSpec):
 
     IMAGE: ClassVar = "inference"
     IN_FLIGHT: ClassVar = ("keep",)
+    RECEIVES_ON_GPU: ClassVar = True
 
     backend: Literal["builtin"] = Field(default="builtin", description="The PyTorch engine of this project.")
     device: Device = Field(

@@ -23,6 +23,12 @@ class WeightSyncSpec(VariantSection):
     bucket_bytes: int = Field(
         default=64 * 2**20, ge=1024, le=2**30, description="Size (bytes) of the packed buckets that are broadcast."
     )
+    transport: Literal["auto", "nccl", "gloo"] = Field(
+        default="auto",
+        description="What carries the weights. nccl: from the trainer's GPU to GPUs of the replicas; gloo: between "
+        "host memories; auto: nccl if the trainer and all replicas have GPUs of their own to use it with. With vllm, "
+        "and with model.lora, always gloo.",
+    )
     path: Location | None = Field(
         default=None,
         description="Folder that trainer and replicas share, relative to this file. The trainer writes the newest two "

@@ -25,19 +25,21 @@ _sym_db = _symbol_database.Default()
 from nexrl.v1 import tensor_pb2 as nexrl_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15nexrl/v1/policy.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\"P\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\tdata_type\x18\x02 \x01(\x0e\x32\x12.nexrl.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x8a\x01\n\x0eWeightManifest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12%\n\x07tensors\x18\x02 \x03(\x0b\x32\x14.nexrl.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\"r\n\nRendezvous\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\"~\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08http_url\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x15\n\rtoken_address\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15nexrl/v1/policy.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\"P\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\tdata_type\x18\x02 \x01(\x0e\x32\x12.nexrl.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"\x8a\x01\n\x0eWeightManifest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12%\n\x07tensors\x18\x02 \x03(\x0b\x32\x14.nexrl.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\"\x9a\x01\n\nRendezvous\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\x05\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12\x12\n\nworld_size\x18\x05 \x01(\x05\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12&\n\ttransport\x18\x07 \x01(\x0e\x32\x13.nexrl.v1.Transport\"\x8b\x01\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08http_url\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x15\n\rtoken_address\x18\x06 \x01(\t\x12\x0b\n\x03gpu\x18\x07 \x01(\t*N\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x12\n\x0eTRANSPORT_GLOO\x10\x01\x12\x12\n\x0eTRANSPORT_NCCL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nexrl.v1.policy_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TRANSPORT']._serialized_start=580
+  _globals['_TRANSPORT']._serialized_end=658
   _globals['_TENSORSPEC']._serialized_start=58
   _globals['_TENSORSPEC']._serialized_end=138
   _globals['_WEIGHTMANIFEST']._serialized_start=141
   _globals['_WEIGHTMANIFEST']._serialized_end=279
-  _globals['_RENDEZVOUS']._serialized_start=281
-  _globals['_RENDEZVOUS']._serialized_end=395
-  _globals['_REPLICA']._serialized_start=397
-  _globals['_REPLICA']._serialized_end=523
+  _globals['_RENDEZVOUS']._serialized_start=282
+  _globals['_RENDEZVOUS']._serialized_end=436
+  _globals['_REPLICA']._serialized_start=439
+  _globals['_REPLICA']._serialized_end=578
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import nexrl.v1.tensor_pb2
 import sys
@@ -18,6 +19,30 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Transport:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TransportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Transport.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TRANSPORT_UNSPECIFIED: _Transport.ValueType  # 0
+    """As TRANSPORT_GLOO: what is from before the choice says nothing."""
+    TRANSPORT_GLOO: _Transport.ValueType  # 1
+    """Gloo, between host memories."""
+    TRANSPORT_NCCL: _Transport.ValueType  # 2
+    """NCCL, between the memories of GPUs."""
+
+class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
+    """What carries a broadcast."""
+
+TRANSPORT_UNSPECIFIED: Transport.ValueType  # 0
+"""As TRANSPORT_GLOO: what is from before the choice says nothing."""
+TRANSPORT_GLOO: Transport.ValueType  # 1
+"""Gloo, between host memories."""
+TRANSPORT_NCCL: Transport.ValueType  # 2
+"""NCCL, between the memories of GPUs."""
+Global___Transport: typing_extensions.TypeAlias = Transport
 
 @typing.final
 class TensorSpec(google.protobuf.message.Message):
@@ -95,6 +120,7 @@ class Rendezvous(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Number of the membership; grows whenever a member joins or leaves."""
     host: builtins.str
@@ -107,6 +133,8 @@ class Rendezvous(google.protobuf.message.Message):
     """Number of processes, the trainer included."""
     timeout_seconds: builtins.float
     """Seconds without a message from its peers after which a member stops waiting."""
+    transport: Global___Transport.ValueType
+    """What carries the broadcast: the same for all members of the epoch."""
     def __init__(
         self,
         *,
@@ -116,8 +144,9 @@ class Rendezvous(google.protobuf.message.Message):
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
         timeout_seconds: builtins.float = ...,
+        transport: Global___Transport.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "host", b"host", "port", b"port", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "host", b"host", "port", b"port", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "transport", b"transport", "world_size", b"world_size"]) -> None: ...
 
 Global___Rendezvous: typing_extensions.TypeAlias = Rendezvous
 
@@ -133,6 +162,7 @@ class Replica(google.protobuf.message.Message):
     POLICY_VERSION_FIELD_NUMBER: builtins.int
     READY_FIELD_NUMBER: builtins.int
     TOKEN_ADDRESS_FIELD_NUMBER: builtins.int
+    GPU_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """Chosen by the replica; unique among the replicas that are alive."""
     address: builtins.str
@@ -145,6 +175,8 @@ class Replica(google.protobuf.message.Message):
     """True while it serves the committed version and may be sent requests."""
     token_address: builtins.str
     """gRPC address for clients that authenticate with a token instead of a certificate; empty if the engine accepts no tokens."""
+    gpu: builtins.str
+    """UUID of the GPU into whose memory it can receive by NCCL; empty if it receives into host memory only."""
     def __init__(
         self,
         *,
@@ -154,7 +186,8 @@ class Replica(google.protobuf.message.Message):
         policy_version: builtins.int = ...,
         ready: builtins.bool = ...,
         token_address: builtins.str = ...,
+        gpu: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "http_url", b"http_url", "policy_version", b"policy_version", "ready", b"ready", "replica_id", b"replica_id", "token_address", b"token_address"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "gpu", b"gpu", "http_url", b"http_url", "policy_version", b"policy_version", "ready", b"ready", "replica_id", b"replica_id", "token_address", b"token_address"]) -> None: ...
 
 Global___Replica: typing_extensions.TypeAlias = Replica

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from nexrl.v1 import policy_pb2 as nexrl_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"nexrl/v1/weight_sync_service.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/policy.proto\"s\n\x16RegisterReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\"\n\x07replica\x18\x03 \x01(\x0b\x32\x11.nexrl.v1.Replica\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"e\n\x17RegisterReplicaResponse\x12\x19\n\x11\x63ommitted_version\x18\x01 \x01(\x03\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\x18\n\x10\x63ommitted_digest\x18\x03 \x01(\t\"U\n\x18\x44\x65registerReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x12\n\nreplica_id\x18\x03 \x01(\t\"\x1b\n\x19\x44\x65registerReplicaResponse\")\n\x14WatchReplicasRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"e\n\x15WatchReplicasResponse\x12#\n\x08replicas\x18\x01 \x03(\x0b\x32\x11.nexrl.v1.Replica\x12\x19\n\x11\x63ommitted_version\x18\x02 \x01(\x03\x12\x0c\n\x04gate\x18\x03 \x01(\t\"\xdd\x01\n\x12PrepareSyncRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12*\n\x08manifest\x18\x03 \x01(\x0b\x32\x18.nexrl.v1.WeightManifest\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0c\n\x04port\x18\x05 \x01(\x05\x12\x12\n\nopen_epoch\x18\x06 \x01(\x03\x12\x14\n\x0cwait_seconds\x18\x07 \x01(\x01\x12\x1b\n\x0enewest_version\x18\x08 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_newest_version\"d\n\x13PrepareSyncResponse\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12(\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.nexrl.v1.Rendezvous\x12\x12\n\nwaiting_on\x18\x03 \x01(\t\"`\n\x11\x43ommitSyncRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x0f\n\x07sync_id\x18\x03 \x01(\t\x12\x13\n\x0btransferred\x18\x04 \x01(\x08\"o\n\x12\x43ommitSyncResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x19\n\x11\x63ommitted_version\x18\x02 \x01(\x03\x12\x1b\n\x13\x65victed_replica_ids\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"D\n\x19\x43heckRolloutStatusRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"p\n\x1a\x43heckRolloutStatusResponse\x12\'\n\x06status\x18\x01 \x01(\x0e\x32\x17.nexrl.v1.RolloutStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x19\n\x11\x63ommitted_version\x18\x03 \x01(\x03\"C\n\x18WaitForValidationRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"D\n\x19WaitForValidationResponse\x12\x0f\n\x07waiting\x18\x01 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"Y\n\x18\x45ndValidationHoldRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"\x1b\n\x19\x45ndValidationHoldResponse\".\n\x19GetWeightSyncStateRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"\xba\x01\n\x1aGetWeightSyncStateResponse\x12\x19\n\x11\x63ommitted_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07sync_id\x18\x04 \x01(\t\x12\x1e\n\x16waiting_for_validation\x18\x05 \x01(\x08\x12#\n\x08replicas\x18\x06 \x03(\x0b\x32\x11.nexrl.v1.Replica\x12\x0c\n\x04mode\x18\x07 \x01(\t*f\n\rRolloutStatus\x12\x1e\n\x1aROLLOUT_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17ROLLOUT_STATUS_CONTINUE\x10\x01\x12\x18\n\x14ROLLOUT_STATUS_BLOCK\x10\x02\x32\xb0\x06\n\x11WeightSyncService\x12V\n\x0fRegisterReplica\x12 .nexrl.v1.RegisterReplicaRequest\x1a!.nexrl.v1.RegisterReplicaResponse\x12\\\n\x11\x44\x65registerReplica\x12\".nexrl.v1.DeregisterReplicaRequest\x1a#.nexrl.v1.DeregisterReplicaResponse\x12R\n\rWatchReplicas\x12\x1e.nexrl.v1.WatchReplicasRequest\x1a\x1f.nexrl.v1.WatchReplicasResponse0\x01\x12J\n\x0bPrepareSync\x12\x1c.nexrl.v1.PrepareSyncRequest\x1a\x1d.nexrl.v1.PrepareSyncResponse\x12G\n\nCommitSync\x12\x1b.nexrl.v1.CommitSyncRequest\x1a\x1c.nexrl.v1.CommitSyncResponse\x12_\n\x12\x43heckRolloutStatus\x12#.nexrl.v1.CheckRolloutStatusRequest\x1a$.nexrl.v1.CheckRolloutStatusResponse\x12\\\n\x11WaitForValidation\x12\".nexrl.v1.WaitForValidationRequest\x1a#.nexrl.v1.WaitForValidationResponse\x12\\\n\x11\x45ndValidationHold\x12\".nexrl.v1.EndValidationHoldRequest\x1a#.nexrl.v1.EndValidationHoldResponse\x12_\n\x12GetWeightSyncState\x12#.nexrl.v1.GetWeightSyncStateRequest\x1a$.nexrl.v1.GetWeightSyncStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"nexrl/v1/weight_sync_service.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/policy.proto\"s\n\x16RegisterReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\"\n\x07replica\x18\x03 \x01(\x0b\x32\x11.nexrl.v1.Replica\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"e\n\x17RegisterReplicaResponse\x12\x19\n\x11\x63ommitted_version\x18\x01 \x01(\x03\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\x12\x18\n\x10\x63ommitted_digest\x18\x03 \x01(\t\"U\n\x18\x44\x65registerReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x12\n\nreplica_id\x18\x03 \x01(\t\"\x1b\n\x19\x44\x65registerReplicaResponse\")\n\x14WatchReplicasRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"e\n\x15WatchReplicasResponse\x12#\n\x08replicas\x18\x01 \x03(\x0b\x32\x11.nexrl.v1.Replica\x12\x19\n\x11\x63ommitted_version\x18\x02 \x01(\x03\x12\x0c\n\x04gate\x18\x03 \x01(\t\"\xea\x01\n\x12PrepareSyncRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12*\n\x08manifest\x18\x03 \x01(\x0b\x32\x18.nexrl.v1.WeightManifest\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x0c\n\x04port\x18\x05 \x01(\x05\x12\x12\n\nopen_epoch\x18\x06 \x01(\x03\x12\x14\n\x0cwait_seconds\x18\x07 \x01(\x01\x12\x1b\n\x0enewest_version\x18\x08 \x01(\x03H\x00\x88\x01\x01\x12\x0b\n\x03gpu\x18\t \x01(\tB\x11\n\x0f_newest_version\"d\n\x13PrepareSyncResponse\x12\x0f\n\x07sync_id\x18\x01 \x01(\t\x12(\n\nrendezvous\x18\x02 \x01(\x0b\x32\x14.nexrl.v1.Rendezvous\x12\x12\n\nwaiting_on\x18\x03 \x01(\t\"`\n\x11\x43ommitSyncRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x0f\n\x07sync_id\x18\x03 \x01(\t\x12\x13\n\x0btransferred\x18\x04 \x01(\x08\"o\n\x12\x43ommitSyncResponse\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x19\n\x11\x63ommitted_version\x18\x02 \x01(\x03\x12\x1b\n\x13\x65victed_replica_ids\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"D\n\x19\x43heckRolloutStatusRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"p\n\x1a\x43heckRolloutStatusResponse\x12\'\n\x06status\x18\x01 \x01(\x0e\x32\x17.nexrl.v1.RolloutStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x19\n\x11\x63ommitted_version\x18\x03 \x01(\x03\"C\n\x18WaitForValidationRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"D\n\x19WaitForValidationResponse\x12\x0f\n\x07waiting\x18\x01 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"Y\n\x18\x45ndValidationHoldRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tmodel_tag\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"\x1b\n\x19\x45ndValidationHoldResponse\".\n\x19GetWeightSyncStateRequest\x12\x11\n\tmodel_tag\x18\x01 \x01(\t\"\xba\x01\n\x1aGetWeightSyncStateResponse\x12\x19\n\x11\x63ommitted_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0f\n\x07sync_id\x18\x04 \x01(\t\x12\x1e\n\x16waiting_for_validation\x18\x05 \x01(\x08\x12#\n\x08replicas\x18\x06 \x03(\x0b\x32\x11.nexrl.v1.Replica\x12\x0c\n\x04mode\x18\x07 \x01(\t*f\n\rRolloutStatus\x12\x1e\n\x1aROLLOUT_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17ROLLOUT_STATUS_CONTINUE\x10\x01\x12\x18\n\x14ROLLOUT_STATUS_BLOCK\x10\x02\x32\xb0\x06\n\x11WeightSyncService\x12V\n\x0fRegisterReplica\x12 .nexrl.v1.RegisterReplicaRequest\x1a!.nexrl.v1.RegisterReplicaResponse\x12\\\n\x11\x44\x65registerReplica\x12\".nexrl.v1.DeregisterReplicaRequest\x1a#.nexrl.v1.DeregisterReplicaResponse\x12R\n\rWatchReplicas\x12\x1e.nexrl.v1.WatchReplicasRequest\x1a\x1f.nexrl.v1.WatchReplicasResponse0\x01\x12J\n\x0bPrepareSync\x12\x1c.nexrl.v1.PrepareSyncRequest\x1a\x1d.nexrl.v1.PrepareSyncResponse\x12G\n\nCommitSync\x12\x1b.nexrl.v1.CommitSyncRequest\x1a\x1c.nexrl.v1.CommitSyncResponse\x12_\n\x12\x43heckRolloutStatus\x12#.nexrl.v1.CheckRolloutStatusRequest\x1a$.nexrl.v1.CheckRolloutStatusResponse\x12\\\n\x11WaitForValidation\x12\".nexrl.v1.WaitForValidationRequest\x1a#.nexrl.v1.WaitForValidationResponse\x12\\\n\x11\x45ndValidationHold\x12\".nexrl.v1.EndValidationHoldRequest\x1a#.nexrl.v1.EndValidationHoldResponse\x12_\n\x12GetWeightSyncState\x12#.nexrl.v1.GetWeightSyncStateRequest\x1a$.nexrl.v1.GetWeightSyncStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nexrl.v1.weight_sync_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLLOUTSTATUS']._serialized_start=1770
-  _globals['_ROLLOUTSTATUS']._serialized_end=1872
+  _globals['_ROLLOUTSTATUS']._serialized_start=1783
+  _globals['_ROLLOUTSTATUS']._serialized_end=1885
   _globals['_REGISTERREPLICAREQUEST']._serialized_start=71
   _globals['_REGISTERREPLICAREQUEST']._serialized_end=186
   _globals['_REGISTERREPLICARESPONSE']._serialized_start=188
@@ -47,29 +47,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREPLICASRESPONSE']._serialized_start=450
   _globals['_WATCHREPLICASRESPONSE']._serialized_end=551
   _globals['_PREPARESYNCREQUEST']._serialized_start=554
-  _globals['_PREPARESYNCREQUEST']._serialized_end=775
-  _globals['_PREPARESYNCRESPONSE']._serialized_start=777
-  _globals['_PREPARESYNCRESPONSE']._serialized_end=877
-  _globals['_COMMITSYNCREQUEST']._serialized_start=879
-  _globals['_COMMITSYNCREQUEST']._serialized_end=975
-  _globals['_COMMITSYNCRESPONSE']._serialized_start=977
-  _globals['_COMMITSYNCRESPONSE']._serialized_end=1088
-  _globals['_CHECKROLLOUTSTATUSREQUEST']._serialized_start=1090
-  _globals['_CHECKROLLOUTSTATUSREQUEST']._serialized_end=1158
-  _globals['_CHECKROLLOUTSTATUSRESPONSE']._serialized_start=1160
-  _globals['_CHECKROLLOUTSTATUSRESPONSE']._serialized_end=1272
-  _globals['_WAITFORVALIDATIONREQUEST']._serialized_start=1274
-  _globals['_WAITFORVALIDATIONREQUEST']._serialized_end=1341
-  _globals['_WAITFORVALIDATIONRESPONSE']._serialized_start=1343
-  _globals['_WAITFORVALIDATIONRESPONSE']._serialized_end=1411
-  _globals['_ENDVALIDATIONHOLDREQUEST']._serialized_start=1413
-  _globals['_ENDVALIDATIONHOLDREQUEST']._serialized_end=1502
-  _globals['_ENDVALIDATIONHOLDRESPONSE']._serialized_start=1504
-  _globals['_ENDVALIDATIONHOLDRESPONSE']._serialized_end=1531
-  _globals['_GETWEIGHTSYNCSTATEREQUEST']._serialized_start=1533
-  _globals['_GETWEIGHTSYNCSTATEREQUEST']._serialized_end=1579
-  _globals['_GETWEIGHTSYNCSTATERESPONSE']._serialized_start=1582
-  _globals['_GETWEIGHTSYNCSTATERESPONSE']._serialized_end=1768
-  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1875
-  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2691
+  _globals['_PREPARESYNCREQUEST']._serialized_end=788
+  _globals['_PREPARESYNCRESPONSE']._serialized_start=790
+  _globals['_PREPARESYNCRESPONSE']._serialized_end=890
+  _globals['_COMMITSYNCREQUEST']._serialized_start=892
+  _globals['_COMMITSYNCREQUEST']._serialized_end=988
+  _globals['_COMMITSYNCRESPONSE']._serialized_start=990
+  _globals['_COMMITSYNCRESPONSE']._serialized_end=1101
+  _globals['_CHECKROLLOUTSTATUSREQUEST']._serialized_start=1103
+  _globals['_CHECKROLLOUTSTATUSREQUEST']._serialized_end=1171
+  _globals['_CHECKROLLOUTSTATUSRESPONSE']._serialized_start=1173
+  _globals['_CHECKROLLOUTSTATUSRESPONSE']._serialized_end=1285
+  _globals['_WAITFORVALIDATIONREQUEST']._serialized_start=1287
+  _globals['_WAITFORVALIDATIONREQUEST']._serialized_end=1354
+  _globals['_WAITFORVALIDATIONRESPONSE']._serialized_start=1356
+  _globals['_WAITFORVALIDATIONRESPONSE']._serialized_end=1424
+  _globals['_ENDVALIDATIONHOLDREQUEST']._serialized_start=1426
+  _globals['_ENDVALIDATIONHOLDREQUEST']._serialized_end=1515
+  _globals['_ENDVALIDATIONHOLDRESPONSE']._serialized_start=1517
+  _globals['_ENDVALIDATIONHOLDRESPONSE']._serialized_end=1544
+  _globals['_GETWEIGHTSYNCSTATEREQUEST']._serialized_start=1546
+  _globals['_GETWEIGHTSYNCSTATEREQUEST']._serialized_end=1592
+  _globals['_GETWEIGHTSYNCSTATERESPONSE']._serialized_start=1595
+  _globals['_GETWEIGHTSYNCSTATERESPONSE']._serialized_end=1781
+  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1888
+  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2704
 # @@protoc_insertion_point(module_scope)

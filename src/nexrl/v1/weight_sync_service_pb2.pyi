@@ -203,6 +203,7 @@ class PrepareSyncRequest(google.protobuf.message.Message):
     OPEN_EPOCH_FIELD_NUMBER: builtins.int
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
     NEWEST_VERSION_FIELD_NUMBER: builtins.int
+    GPU_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Unique for each call, the same in its retries."""
     model_tag: builtins.str
@@ -219,6 +220,8 @@ class PrepareSyncRequest(google.protobuf.message.Message):
     """Set by a trainer that has resumed: the newest version that the train batches in the ledger lead to. A committed version above
     it comes from steps that Redis has lost. Weight sync forgets that version, because no trainer can send it to a replica.
     """
+    gpu: builtins.str
+    """UUID of the GPU from whose memory the trainer can broadcast by NCCL; empty if it broadcasts from host memory only."""
     @property
     def manifest(self) -> nexrl.v1.policy_pb2.WeightManifest:
         """What will be broadcast."""
@@ -234,9 +237,10 @@ class PrepareSyncRequest(google.protobuf.message.Message):
         open_epoch: builtins.int = ...,
         wait_seconds: builtins.float = ...,
         newest_version: builtins.int | None = ...,
+        gpu: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "manifest", b"manifest", "newest_version", b"newest_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "host", b"host", "manifest", b"manifest", "model_tag", b"model_tag", "newest_version", b"newest_version", "open_epoch", b"open_epoch", "port", b"port", "request_id", b"request_id", "wait_seconds", b"wait_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "gpu", b"gpu", "host", b"host", "manifest", b"manifest", "model_tag", b"model_tag", "newest_version", b"newest_version", "open_epoch", b"open_epoch", "port", b"port", "request_id", b"request_id", "wait_seconds", b"wait_seconds"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_newest_version", b"_newest_version"]) -> typing.Literal["newest_version"] | None: ...
 
 Global___PrepareSyncRequest: typing_extensions.TypeAlias = PrepareSyncRequest

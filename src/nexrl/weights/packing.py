@@ -1,5 +1,6 @@
 """Packs tensors into buckets of bytes, and unpacks them."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -10,12 +11,18 @@ from torch import Tensor
 from nexrl.errors import InvalidArgumentError
 from nexrl.weights.manifest import ITEM_BYTES, Bucket, Manifest, TensorSpec, buckets, digest_of
 
+log = logging.getLogger(__name__)
+
 _NO_DIGEST = "0" * 64
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A packed copy of one policy version: `buffers[i]` (uint8, shape [nbytes]) holds bucket i of `manifest`."""
+    """A packed copy of one policy version: `buffers[i]` (uint8, shape [nbytes]) holds bucket i of `manifest`.
+
+    Each is in host memory or on a device.
+    """
 
     manifest: Manifest
     buffers: tuple[Tensor, ...]
@@ -31,8 +38,9 @@ def snapshot(
     policy_version: int,
     bucket_bytes: int,
     replaced: Snapshot | None = None,
+    device: torch.device = _HOST,
 ) -> Snapshot:
-    """Copy tensors, on any device, into packed buckets on the CPU, and compute their digest.
+    """Copy tensors, on any device, into packed buckets on `device`, and compute their digest.
 
     The memory of `replaced` is reused if it fits, because allocating takes longer than copying. The caller must not use
     `replaced` afterwards. Raises InvalidArgumentError for a data type that cannot be sent, or a duplicate name.
@@ -40,7 +48,7 @@ def snapshot(
     named_tensors = list(named_tensors)
     layout = layout_of(named_tensors, policy_version=policy_version, bucket_bytes=bucket_bytes)
     tensors = dict(named_tensors)
-    buffers = replaced.buffers if replaced is not None and fits(replaced.buffers, layout) else tuple(allocate(layout))
+    buffers = reusable(replaced, layout, device) or tuple(allocate(layout, device))
     for bucket, buffer in zip(buckets(layout), buffers, strict=True):
         pack(bucket, tensors.__getitem__, buffer)
     return Snapshot(replace(layout, digest=digest(layout, buffers)), buffers)
@@ -62,17 +70,28 @@ def tensor_specs(named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[TensorSpe
     return tuple(specs)
 
 
-def allocate(manifest: Manifest) -> list[Tensor]:
+def allocate(manifest: Manifest, device: torch.device = _HOST) -> list[Tensor]:
     """Return buffers for the packed buckets of `manifest`: uint8, shape [nbytes] each.
 
     They are zeroed because the padding is sent, too, and must not reveal old memory of this process.
     """
-    return [allocate_bucket(bucket) for bucket in buckets(manifest)]
+    return [allocate_bucket(bucket, device) for bucket in buckets(manifest)]
 
 
-def allocate_bucket(bucket: Bucket) -> Tensor:
-    """Return a zeroed buffer for one bucket."""
-    return torch.zeros(bucket.nbytes, dtype=torch.uint8)
+def allocate_bucket(bucket: Bucket, device: torch.device = _HOST) -> Tensor:
+    """Return a zeroed buffer for one bucket. It is in host memory if that of `device` is full."""
+    try:
+        return torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        log.warning("weights: the memory of %s is full: %d bytes are kept in host memory", device, bucket.nbytes)
+        return torch.zeros(bucket.nbytes, dtype=torch.uint8)
+
+
+def reusable(replaced: Snapshot | None, layout: Manifest, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the buffers of `replaced` if they fit `layout` and are on `device`; else none."""
+    if replaced is None or not fits(replaced.buffers, layout):
+        return ()
+    return replaced.buffers if all(buffer.device == device for buffer in replaced.buffers) else ()
 
 
 def fits(buffers: Sequence[Tensor], manifest: Manifest) -> bool:
@@ -89,11 +108,15 @@ def pack(bucket: Bucket, tensor: Callable[[str], Tensor], buffer: Tensor) -> Ten
 
 def unpack(manifest: Manifest, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the tensors of packed buckets by name, as views of `buffers`."""
-    return {name: tensor for name, _, tensor in named_chunks(manifest, buffers)}
+    return {
+        placement.tensor.name: _view(buffer, placement.tensor, placement.offset)
+        for bucket, buffer in zip(buckets(manifest), buffers, strict=True)
+        for placement in bucket.placements
+    }
 
 
 def digest(manifest: Manifest, buffers: Sequence[Tensor]) -> str:
-    """Return the digest of the tensors in packed buckets, without padding (`digest_of`)."""
+    """Return the digest of the tensors in packed buckets, without padding (`digest_of`). It is computed on the host."""
     return digest_of(chunk for _, chunk, _ in named_chunks(manifest, buffers))
 
 
@@ -103,9 +126,13 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def named_chunks(manifest: Manifest, buffers: Sequence[Tensor]) -> Iterator[tuple[str, memoryview, Tensor]]:
-    """Yield name, bytes and view of each tensor in packed buckets, in the manifest's order."""
+    """Yield name, bytes and view of each tensor in packed buckets, in the manifest's order.
+
+    The bytes are those in the bucket itself if it is in host memory, and a copy if it is on a device.
+    """
     for bucket, buffer in zip(buckets(manifest), buffers, strict=True):
-        content = memoryview(cast(Any, buffer.numpy()))  # NumPy arrays are buffers, but its type stubs do not say so
+        # NumPy arrays are buffers, but its type stubs do not say so.
+        content = memoryview(cast(Any, buffer.cpu().numpy()))
         for placement in bucket.placements:
             tensor = placement.tensor
             yield tensor.name, content[placement.offset : placement.end], _view(buffer, tensor, placement.offset)

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
+
 from nexrl.errors import LeaseLostError, NexrlError, NotFoundError, UnavailableError
 from nexrl.rpc.client import call, is_passing, new_request_id, watch
 from nexrl.v1 import weight_sync_service_pb2 as pb
@@ -31,8 +33,11 @@ CATCH_UP_SECONDS = 10.0
 """Time for a replica to read the committed version from the shared folder, before it is broadcast again to all."""
 
 
-TakeSnapshot: TypeAlias = Callable[[int, Snapshot | None], Awaitable[Snapshot]]
-"""Returns a packed copy of the weights in buckets of so many bytes. It may reuse the memory of the given copy."""
+TakeSnapshot: TypeAlias = Callable[[int, Snapshot | None, torch.device], Awaitable[Snapshot]]
+"""Returns a packed copy of the weights in buckets of so many bytes, on the device unless its memory is full.
+
+It may reuse the memory of the given copy.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Publication:
 class WeightPublisher:
     """Publishes versions of one model tag, one at a time.
 
-    It broadcasts a packed copy of the newest version and keeps the copy in host memory. So training may change the
+    It broadcasts a packed copy of the newest version and keeps the copy: in host memory, or on the GPU while the open
+    group uses NCCL. So training may change the
     weights meanwhile, and a replica that joins later can get the version at any time. With a shared folder, each
     committed version is also written there, and is broadcast again only if a replica did not read it from there.
     """
@@ -94,7 +100,9 @@ class WeightPublisher:
             replaced = self._snapshot if self._published is None else None
             if replaced is not None:
                 self._snapshot = None
-            self._snapshot = packed = await take(self._bucket_bytes, replaced)
+            # A copy on the GPU could not be reused, so there would be two: what is written to a folder is on the host.
+            device = self._sender.device if self._published is None else torch.device("cpu")
+            self._snapshot = packed = await take(self._bucket_bytes, replaced, device)
             committed_version, attempts = await self._publish(packed)
             self.newest_version = None
         seconds = time.monotonic() - began
@@ -161,6 +169,7 @@ class WeightPublisher:
             open_epoch=self._sender.open_epoch,
             wait_seconds=wait_seconds,
             newest_version=self.newest_version,
+            gpu=self._sender.gpu.uuid if self._sender.gpu else "",
         )
         return await call(self._stub.PrepareSync, request, timeout_seconds=wait_seconds + MARGIN_SECONDS)
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError
+from nexrl.weights import packing
+from nexrl.weights.gpu import Gpu
 from nexrl.weights.manifest import Manifest, TensorSpec, refuse_misfit, refuse_other_base
-from nexrl.weights.packing import allocate, digest, unpack
+from nexrl.weights.packing import digest, unpack
 from nexrl.weights.published import PublishedVersions
-from nexrl.weights.rendezvous import Rendezvous
+from nexrl.weights.rendezvous import Rendezvous, Transport
 from nexrl.weights.transport import Receiver
 
 NO_VERSION = -1
@@ -44,17 +46,20 @@ class WeightReceiver:
     def __init__(
         self,
         expected: Sequence[TensorSpec],
-        allocate: Callable[[Manifest], Sequence[Tensor]] = allocate,
+        allocate: Callable[[Manifest], Sequence[Tensor]] = packing.allocate,
         base_digest: str = "",
+        gpu: Gpu | None = None,
     ) -> None:
-        """`expected` lists the model's tensors in any order (`packing.tensor_specs`). `allocate` makes the buckets.
+        """`expected` lists the model's tensors in any order (`packing.tensor_specs`).
 
+        `allocate` makes the buckets in host memory. `gpu` is where they are if they arrive by NCCL; None: they cannot.
         `base_digest`: if they are those of an adapter, the digest of the base that it must belong to.
         """
         self._expected = tuple(expected)
         self._base_digest = base_digest
         self._allocate = allocate
-        self._receiver = Receiver()
+        self._gpu = gpu
+        self._receiver = Receiver(gpu)
         self._newest_sync_id = ""
         self._staged: StagedWeights | None = None
         self._served_sync_id = ""
@@ -76,7 +81,7 @@ class WeightReceiver:
             raise
         group = self._receiver.group(rendezvous)
         try:
-            buffers = self._allocate(manifest)
+            buffers = self._allocate_for(rendezvous.transport, manifest)
             await asyncio.to_thread(group.receive, buffers)
             arrived = await asyncio.to_thread(digest, manifest, buffers)
         except asyncio.CancelledError:
@@ -127,6 +132,11 @@ class WeightReceiver:
     def close(self) -> None:
         """Leave the broadcast group."""
         self._receiver.close_group()
+
+    def _allocate_for(self, transport: Transport, manifest: Manifest) -> Sequence[Tensor]:
+        if transport is Transport.NCCL and self._gpu is not None:
+            return packing.allocate(manifest, self._gpu.device)
+        return self._allocate(manifest)
 
     def _refuse_misfit(self, manifest: Manifest) -> None:
         refuse_misfit(manifest, self._expected)

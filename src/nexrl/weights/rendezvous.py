@@ -1,10 +1,18 @@
-"""The rendezvous of a broadcast: where a process joins the group of one epoch, and with which rank."""
+"""The rendezvous of a broadcast: where a process joins the group of one epoch, with which rank, and what carries it."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from nexrl.errors import InvalidArgumentError
 
 TRAINER_RANK = 0
+
+
+class Transport(StrEnum):
+    """What carries a broadcast: Gloo between host memories, NCCL between the memories of GPUs."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,7 @@ class Rendezvous:
     rank: int
     world_size: int
     timeout_seconds: float
+    transport: Transport = Transport.GLOO
 
     def __post_init__(self) -> None:
         if self.epoch < 1 or not self.host or not 0 < self.port < 65536 or self.timeout_seconds <= 0:

@@ -95,10 +95,30 @@ def test_plan_lists_what_each_role_needs() -> None:
 
 
 def test_trainer_that_does_not_fit_its_gpu_is_refused_with_what_would_help() -> None:
-    (found,) = problems(SIZE, _spec(), PLENTY)
+    (found,) = problems(SIZE, _spec(weightSync={"transport": "gloo"}), PLENTY)
     assert found.startswith("trainer: needs 1")
     assert "more than each GPU (80.0 GiB)" in found
     assert "fit with trainer.processesPerReplica: 16, or trainer.activationCheckpointing: full with trainer." in found
+
+
+def test_weights_that_may_travel_by_nccl_are_on_the_gpus_once_more() -> None:
+    def needs(**sections: Any) -> list[int | None]:
+        spec = _spec(**sections)
+        return [role(SIZE, spec, PLENTY).device_bytes for role in (trainer_role, inference_role)]
+
+    gloo, auto = needs(weightSync={"transport": "gloo"}), needs()
+    weights = 2 * SIZE.parameters
+    assert auto == [needed and needed + weights for needed in gloo]
+    assert needs(weightSync={"path": "/shared"}) == [gloo[0], auto[1]]  # the trainer's copy stays on the host
+    vllm = {"backend": "vllm", "maxTokensPerRow": 4096}
+    assert needs(inference=vllm) == needs(inference=vllm, weightSync={"transport": "gloo"})
+
+
+def test_gloo_is_proposed_where_only_the_copy_for_nccl_does_not_fit() -> None:
+    trainer = {"steps": 1, "activationCheckpointing": "full", "processesPerReplica": 8}
+    without = trainer_role(SIZE, _spec(trainer=trainer, weightSync={"transport": "gloo"}), PLENTY).device_bytes
+    available = Available(gpu_bytes=without, host_bytes=PLENTY.host_bytes)
+    assert "weightSync.transport: gloo" in problems(SIZE, _spec(trainer=trainer), available)[0]
 
 
 def test_proposed_changes_make_it_fit_and_smaller_ones_do_not() -> None:

@@ -143,6 +143,14 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             ["wait", "builtin supports keep"],
         ),
         (
+            {
+                "weightSync": {"transport": "nccl"},
+                "model": {"scratch": {"alphabet": "ab"}, "lora": {"rank": 4, "alpha": 8}},
+            },
+            "spec.weightSync.transport",
+            ["merge adapters", "use auto or gloo"],
+        ),
+        (
             {"inference": {"tensorParallel": 2}},
             "spec.inference.tensorParallel",
             ["2 is not", "only backend vllm"],

@@ -169,6 +169,13 @@ def test_in_flight_follows_from_the_backend(backend: type[InferenceSpec]) -> Non
                 parsed(**sections)
 
 
+def test_only_a_backend_that_receives_on_its_gpu_takes_weights_by_nccl() -> None:
+    parsed(inference={"backend": "builtin"}, weightSync={"transport": "nccl"})
+    parsed(inference={"backend": "vllm"}, weightSync={"transport": "auto"})
+    with pytest.raises(SpecError, match=r"transport is nccl; backend vllm loads weights from host memory; use"):
+        parsed(inference={"backend": "vllm"}, weightSync={"transport": "nccl"})
+
+
 # marks ---------------------------------------------------------------------------------------------------------------
 
 

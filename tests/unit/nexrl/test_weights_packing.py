@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexrl.errors import InvalidArgumentError
-from nexrl.weights.packing import digest, snapshot, tensor_specs, unpack
+from nexrl.weights.gather import gathered_snapshot
+from nexrl.weights.packing import Snapshot, digest, snapshot, tensor_specs, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.bool]
 
@@ -46,6 +47,26 @@ def test_the_digest_notices_one_bit() -> None:
     packed = snapshot([("w", torch.zeros(100))], policy_version=0, bucket_bytes=64)
     packed.buffers[0][17] ^= 1
     assert digest(packed.manifest, packed.buffers) != packed.manifest.digest
+
+
+def test_a_gathered_version_is_packed_into_the_memory_of_the_previous_one() -> None:
+    def gathered(value: float, replaced: Snapshot | None = None) -> Snapshot:
+        packed = gathered_snapshot(
+            [("w", torch.full((100,), value)), ("v", torch.ones(3))],
+            policy_version=int(value),
+            bucket_bytes=64,
+            is_sender=True,
+            replaced=replaced,
+        )
+        assert packed is not None
+        return packed
+
+    first = gathered(1.0)
+    places = [buffer.data_ptr() for buffer in first.buffers]
+    second = gathered(2.0, first)
+    assert [buffer.data_ptr() for buffer in second.buffers] == places
+    assert torch.equal(unpack(second.manifest, second.buffers)["w"], torch.full((100,), 2.0))
+    assert digest(second.manifest, second.buffers) == second.manifest.digest != gathered(1.0).manifest.digest
 
 
 def test_a_snapshot_does_not_follow_the_weights() -> None:

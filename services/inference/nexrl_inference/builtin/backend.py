@@ -9,6 +9,7 @@ from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import ExperimentSpec
 from nexrl.spec.inference import BuiltinInference
 from nexrl.tokenizers import build_tokenizer
+from nexrl.weights.gpu import gpu_for_transfer
 from nexrl.weights.packing import allocate, tensor_specs
 from nexrl_inference.backend import Backend, text_decoder
 from nexrl_inference.builtin.engine import Engine
@@ -42,6 +43,7 @@ async def start(process: ServiceProcess) -> Backend:
         allocate=allocate,
         application=lambda replica: OpenAIApi(replica, tokenizer, spec.model.tag).application(),
         wait_started=_started,
+        gpu=gpu_for_transfer(spec.weight_sync.transport, device),
     )
 
 
