@@ -170,12 +170,14 @@ class ProcessorContext:
     `advantage` is what `algorithm.advantage` names. `policy_logprobs` runs the model with the weights that the trainer
     holds at that moment: those of version `batch_id` in mode sync, an older version where batches are prepared ahead.
     It waits while the trainer makes a step. `reference_logprobs` runs the initial model, which the first call builds.
+    `teacher_logprobs` runs `algorithm.teacher`; it raises FailedPreconditionError without one.
     """
 
     algorithm: "AlgorithmSpec"
     advantage: Advantage
     policy_logprobs: ForwardPass
     reference_logprobs: ForwardPass
+    teacher_logprobs: ForwardPass
 
 
 class Processor(ABC):

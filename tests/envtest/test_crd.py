@@ -67,6 +67,7 @@ FINE: dict[str, Object] = {
     "decoupled": {"algorithm__loss": "decoupled_ppo", "algorithm__weightLimit": 5.0},
     "muon": {"algorithm__optimizer": "muon"},
     "kl-target": {"algorithm__klTarget": 0.1, "algorithm__klCoefficient": 0.05, "algorithm__entropyTarget": 1.0},
+    "distillation": {"algorithm__advantage": "distillation", "algorithm__teacher": {"path": "/models/teacher"}},
     "pass-k": {"algorithm__advantage": "pass_at_k", "algorithm__passK": 4},
     "group-of-one-for-a-mock-trainer": {"trainer__backend": "mock", "trajectoryPool__groupSize": 1},
     "seed-without-random-weights-at-its-default": {"model": {"path": "/models/x", "seed": 0}},
@@ -148,6 +149,11 @@ WRONG: dict[str, tuple[Object, str]] = {
     "muon-of-ranks": (
         {"algorithm__optimizer": "muon", "trainer__processesPerReplica": 2},
         "spec.algorithm.optimizer",
+    ),
+    "distillation-without-a-teacher": ({"algorithm__advantage": "distillation"}, "spec.algorithm.teacher"),
+    "teacher-of-an-external-processor": (
+        {"algorithm__processor": "external", "algorithm__teacher": {"path": "/models/teacher"}},
+        "spec.algorithm.processor",
     ),
     "kl-target-of-no-penalty": ({"algorithm__klTarget": 0.1}, "spec.algorithm.klTarget"),
     "group-of-one": ({"trajectoryPool__groupSize": 1}, "spec.algorithm.advantage"),

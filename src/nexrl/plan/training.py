@@ -6,10 +6,13 @@ them with the bytes that a real step allocates.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-from nexrl.plan.model_size import ModelSize
+from nexrl.errors import naming
+from nexrl.plan.model_size import ModelSize, size_of
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.model import PathModel
 
 LOGITS_CHUNK_BYTES = 128 * 2**20
 LOGITS_BLOCK_BYTES = 4 * 2**20
@@ -31,11 +34,15 @@ class Training:
     adapter_rank: int = 0
     """Rank of the LoRA adapters that are trained in float32 instead of the weights; 0 = the weights are trained."""
     has_muon: bool = False
+    teacher_parameters: int = 0
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "Training":
-        """Return those of an experiment. A sequence that is longer than the limit is computed alone."""
-        trainer = spec.trainer
+        """Return those of an experiment. A sequence that is longer than the limit is computed alone.
+
+        Raises what `size_of` raises, for the teacher.
+        """
+        trainer, teacher = spec.trainer, spec.algorithm.teacher
         ranks = trainer.replicas * trainer.processes_per_replica
         return cls(
             ITEM_BYTES[spec.model.dtype],
@@ -49,6 +56,7 @@ class Training:
             keeps_two_snapshots=ranks > 1 or spec.weight_sync.path is not None,
             adapter_rank=spec.model.lora.rank if spec.model.lora else 0,
             has_muon=spec.algorithm.optimizer == "muon",
+            teacher_parameters=_parameters(teacher.path) if teacher else 0,
         )
 
 
@@ -61,6 +69,7 @@ class RankMemory:
     gradients: int
     optimizer: int
     reference: int
+    teacher: int
     gathered: int
     activations: int
     logits: int
@@ -73,9 +82,14 @@ class RankMemory:
         return self.weights + self.masters + self.gradients + self.optimizer
 
     @property
+    def frozen(self) -> int:
+        """Bytes of the models that are not trained. They are not sharded: rank 0 has them."""
+        return self.reference + self.teacher
+
+    @property
     def step(self) -> int:
         """Bytes at the peak of a step."""
-        return self.state + self.reference + self.gathered + self.activations + self.logits
+        return self.state + self.frozen + self.gathered + self.activations + self.logits
 
     @property
     def total(self) -> int:
@@ -93,7 +107,8 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         masters=0 if item == 4 or training.adapter_rank else shard * 4,
         gradients=trained * 4,
         optimizer=_moment_bytes(size, training, training.ranks),
-        reference=size.parameters * item if training.has_reference else 0,  # not sharded, on rank 0
+        reference=size.parameters * item if training.has_reference else 0,
+        teacher=training.teacher_parameters * item,
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
         activations=activation_bytes(size, training),
         logits=_logits_bytes(size, training),
@@ -135,6 +150,12 @@ def checkpoint_bytes(size: ModelSize, training: Training) -> int:
     trained = _trained(size, training)
     own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
     return trained.parameters * own + _moment_bytes(size, training, ranks=1)
+
+
+@cache  # `nexrl plan` asks once for each remedy, and a GGUF file takes seconds
+def _parameters(teacher: str) -> int:
+    with naming("algorithm.teacher"):
+        return size_of(PathModel(path=teacher)).parameters
 
 
 def _moment_bytes(size: ModelSize, training: Training, ranks: int) -> int:

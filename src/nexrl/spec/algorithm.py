@@ -4,9 +4,11 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from nexrl.spec.model import PathModel
 from nexrl.spec.section import (
     Count,
     CountOrZero,
+    Location,
     NameOrReference,
     Ratio,
     Reference,
@@ -21,6 +23,8 @@ GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std
 """Advantages that compare the samples of a group."""
 BATCH_BASELINES = ("batch_mean_std",)
 """Advantages that compare all samples of the batch, whatever their groups."""
+DISTILLATION = "distillation"
+"""The advantage that ignores rewards: only the teacher's term is left."""
 
 MAX_KL_COEFFICIENT = 100.0
 MAX_ENTROPY_COEFFICIENT = 10.0
@@ -66,6 +70,23 @@ class OverlongPenaltySpec(Section):
         if self.full_tokens <= self.after_tokens:
             raise refuse_key("fullTokens", self.full_tokens, f"must be above afterTokens ({self.after_tokens})")
         return self
+
+
+class TeacherSpec(Section):
+    """A frozen model that the policy learns from: on-policy distillation."""
+
+    path: Location = Field(
+        description="Local Hugging Face folder, relative to this file, as the checkpoint of another experiment, or "
+        "`package:NAME`, as in model.path. It must have the tokenizer of the model."
+    )
+    coefficient: Limit = Field(
+        default=1.0,
+        description="Weight of log p_teacher - log p_rollout, which is added to the advantage of each token.",
+    )
+
+    def model(self, dtype: Literal["float32", "bfloat16"]) -> PathModel:
+        """Return the teacher as a model whose weights have the number format `dtype`."""
+        return PathModel(path=self.path, dtype=dtype)
 
 
 class AlgorithmSpec(VariantSection):
@@ -122,6 +143,12 @@ class AlgorithmSpec(VariantSection):
         description="Weight of a KL penalty in the reward of a sample: the sum of log p_rollout - log p_initial over "
         "the tokens that it generated (k1); with model.lora, initial is its base. 0 = none. Only processor builtin "
         "uses it.",
+    )
+    teacher: TeacherSpec | None = Field(
+        default=None,
+        description="A frozen model whose log-probabilities are compared with those of the policy, token by token. With "
+        "it, samples of equal rewards are trained, too. Rank 0 of the trainer has it, in model.dtype. none = no "
+        "distillation.",
     )
     overlong_penalty: OverlongPenaltySpec | None = Field(
         default=None, description="A penalty on the reward of long samples. Only processor builtin uses it."
@@ -204,6 +231,15 @@ class AlgorithmSpec(VariantSection):
         return self
 
     @model_validator(mode="after")
+    def _asks_the_teacher(self) -> Self:
+        if self.teacher is not None and self.processor == "external":
+            reason = "only the trainer asks the teacher; use another processor, or remove teacher"
+            raise refuse_key("processor", self.processor, reason)
+        if self.teacher is None and getattr(self, "advantage", None) == DISTILLATION:
+            raise refuse_key("teacher", None, f"is missing; advantage {DISTILLATION} needs it")
+        return self
+
+    @model_validator(mode="after")
     def _divides_by_no_penalty(self) -> Self:
         has_penalty = self.overlong_penalty is not None or self.kl_reward_coefficient > 0
         if has_penalty and getattr(self, "advantage", None) == "max_rl":
@@ -222,7 +258,7 @@ class Grpo(AlgorithmSpec):
     type: Literal["grpo"] = Field(default="grpo", description="Group-relative policy optimisation.")
     advantage: Annotated[
         str,
-        NameOrReference(GROUP_BASELINES + BATCH_BASELINES),
+        NameOrReference((*GROUP_BASELINES, *BATCH_BASELINES, DISTILLATION)),
         code("a function", "rewards_B", "groups_B"),
         written_out("group_mean"),
     ] = Field(
@@ -234,7 +270,8 @@ class Grpo(AlgorithmSpec):
         "baseline). pass_at_k: for sets of passK samples of the group, each with its best reward: the mean over the "
         "sets that contain the sample, minus the mean over all, divided by their standard deviation (Pass@k training). "
         "batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
-        "(REINFORCE++). `module:name`: a nexrl.algorithm.Advantage of yours.",
+        "(REINFORCE++). distillation: 0, so that the teacher alone decides. `module:name`: a nexrl.algorithm.Advantage of "
+        "yours.",
     )
     pass_k: Annotated[int, Field(ge=1, le=1023)] | None = Field(
         default=None,

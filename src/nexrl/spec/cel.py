@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from nexrl.spec.algorithm import GROUP_BASELINES
+from nexrl.spec.algorithm import DISTILLATION, GROUP_BASELINES
 from nexrl.spec.choices import Node
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.marks import may_change
@@ -53,6 +53,18 @@ RULES: Sequence[Rule] = (
         "!has(self.advantage) || self.advantage != 'max_rl'"
         " || !has(self.overlongPenalty) && self.klRewardCoefficient == 0.0",
         "max_rl divides by the mean reward, which a penalty can bring near 0",
+    ),
+    Rule(
+        "algorithm",
+        "processor",
+        "!has(self.teacher) || self.processor != 'external'",
+        "only the trainer asks the teacher; use another processor, or remove teacher",
+    ),
+    Rule(
+        "algorithm",
+        "teacher",
+        f"has(self.teacher) || !has(self.advantage) || self.advantage != '{DISTILLATION}'",
+        f"advantage {DISTILLATION} needs it",
     ),
     Rule(
         "algorithm",

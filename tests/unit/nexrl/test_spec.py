@@ -162,7 +162,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"algorithm": {"advantage": "mean"}},
             "spec.algorithm.advantage",
-            ['"mean"', "batch_mean_std, or `module:name`"],
+            ['"mean"', "distillation, or `module:name`"],
         ),
         (
             {"algorithm": {"learningRateDecay": "cosine"}},
@@ -190,6 +190,14 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             {"algorithm": {"optimizer": "muon"}, "trainer": {"steps": 1, "processesPerReplica": 2}},
             "spec.algorithm.optimizer",
             ["whole matrices", "use adamw"],
+        ),
+        ({"algorithm": {"advantage": "distillation"}}, "spec.algorithm.teacher", ["missing", "distillation needs it"]),
+        ({"algorithm": {"teacher": {"path": "nowhere"}}}, "spec.algorithm.teacher.path", ["nowhere does not exist"]),
+        ({"algorithm": {"teacher": {"path": "."}}}, "spec.algorithm.teacher.path", ["no config.json"]),
+        (
+            {"algorithm": {"processor": "external", "teacher": {"path": "package:nexrl"}}},
+            "spec.algorithm.processor",
+            ['"external"', "remove teacher"],
         ),
         ({"algorithm": {"klTarget": 0.1}}, "spec.algorithm.klTarget", ["needs klCoefficient", "above 0"]),
         ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),

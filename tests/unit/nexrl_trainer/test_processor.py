@@ -24,7 +24,7 @@ def forward(logprob: float) -> Forward:
     return lambda batch: np.where(batch.loss_mask_N, np.float32(logprob), np.float32(0))
 
 
-POLICY, REFERENCE = forward(-0.75), forward(-2.0)
+POLICY, REFERENCE, TEACHER = forward(-0.75), forward(-2.0), forward(-1.0)
 
 
 class Builder:
@@ -34,7 +34,7 @@ class Builder:
         self._client, self.folder = client, folder
 
     def __call__(self, **algorithm: object) -> AlgorithmProcessor:
-        processor = build_processor(AlgorithmSpec.model_validate(algorithm), self.folder, POLICY, REFERENCE)
+        processor = build_processor(AlgorithmSpec.model_validate(algorithm), self.folder, POLICY, REFERENCE, TEACHER)
         activity = ActivityTracker(Module(name="trainer"), None)
         return AlgorithmProcessor(processor, self._client, activity, self.folder, REFERENCE)
 
@@ -249,6 +249,16 @@ async def test_reference_logprobs_are_added_where_the_loss_has_a_penalty(build: 
     batch, _ = build(kl_coefficient=0.1).fit(lease())
     assert batch.reference_logprobs_N is not None
     assert batch.reference_logprobs_N.tolist() == [0, -2, -2] * 2
+
+
+@pytest.mark.parametrize(("advantage", "of_rewards"), [("group_mean", [0.5, -0.5, 0, 0]), ("distillation", [0] * 4)])
+async def test_a_teacher_judges_each_token_also_of_samples_whose_rewards_are_equal(
+    build: Builder, advantage: str, of_rewards: list[float]
+) -> None:
+    batch, metrics = build(advantage=advantage, teacher={"path": "teacher", "coefficient": 2.0}).fit(lease())
+    expected_BT = np.array(of_rewards)[:, None] + 2.0 * np.array([0, -1.0 + 0.5, -1.0 + 0.25])
+    np.testing.assert_allclose(batch.advantages_N.reshape(4, 3), expected_BT)
+    assert metrics["teacher_kl"] == pytest.approx(0.625)
 
 
 async def test_columns_of_trajectories_reach_the_train_batch(build: Builder) -> None:
