@@ -184,7 +184,8 @@ class Processor(ABC):
     """Makes train batches. Subclass it, override `fit`, and name the class in `algorithm.processor`.
 
     The trainer makes one object and calls `fit` in a thread, one batch after the other, ahead of training. If
-    `algorithm.klCoefficient` is not 0, the trainer adds reference log-probabilities to sequences without them.
+    `algorithm.klCoefficient` is not 0, or the loss is dpo, the trainer adds reference log-probabilities to sequences
+    without them. For loss dpo, the column `pair` has the number of each sequence's pair, negative for the worse sample.
     """
 
     def __init__(self, context: ProcessorContext) -> None:

@@ -68,6 +68,7 @@ FINE: dict[str, Object] = {
     "muon": {"algorithm__optimizer": "muon"},
     "kl-target": {"algorithm__klTarget": 0.1, "algorithm__klCoefficient": 0.05, "algorithm__entropyTarget": 1.0},
     "distillation": {"algorithm__advantage": "distillation", "algorithm__teacher": {"path": "/models/teacher"}},
+    "dpo": {"algorithm__loss": "dpo", "algorithm__beta": 0.3, "algorithm__labelSmoothing": 0.1},
     "pass-k": {"algorithm__advantage": "pass_at_k", "algorithm__passK": 4},
     "group-of-one-for-a-mock-trainer": {"trainer__backend": "mock", "trajectoryPool__groupSize": 1},
     "seed-without-random-weights-at-its-default": {"model": {"path": "/models/x", "seed": 0}},
@@ -154,6 +155,15 @@ WRONG: dict[str, tuple[Object, str]] = {
     "teacher-of-an-external-processor": (
         {"algorithm__processor": "external", "algorithm__teacher": {"path": "/models/teacher"}},
         "spec.algorithm.processor",
+    ),
+    "dpo-in-parts": ({"algorithm__loss": "dpo", "algorithm__miniBatches": 2}, "spec.algorithm.miniBatches"),
+    "dpo-corrected": (
+        {"algorithm__loss": "dpo", "algorithm__correction": {"vetoRatio": 0.1}},
+        "spec.algorithm.correction",
+    ),
+    "dpo-taught": (
+        {"algorithm__loss": "dpo", "algorithm__teacher": {"path": "/models/teacher"}},
+        "spec.algorithm.teacher",
     ),
     "kl-target-of-no-penalty": ({"algorithm__klTarget": 0.1}, "spec.algorithm.klTarget"),
     "group-of-one": ({"trajectoryPool__groupSize": 1}, "spec.algorithm.advantage"),

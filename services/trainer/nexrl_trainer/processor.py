@@ -22,13 +22,14 @@ from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.run_layout import batch_path
-from nexrl.spec.algorithm import AlgorithmSpec, Grpo
+from nexrl.spec.algorithm import AlgorithmSpec, Dpo, Grpo
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl_trainer.advantages import ADVANTAGES, advantage_function, compared_groups, zero_variance_samples
 from nexrl_trainer.distillation import distilled
+from nexrl_trainer.preference import paired, preference_pairs
 from nexrl_trainer.reward_shaping import shaped_rewards
 
 Forward: TypeAlias = Callable[[TrainBatch], NDArray[np.float32]]
@@ -58,6 +59,8 @@ class GroupProcessor(Processor):
             "advantage_std": float(advantages_S.std()),
             "reward_penalty_mean": float((batch.rewards_B - rewards_S).mean()),
         }
+        if isinstance(algorithm, Dpo):
+            return paired(batch, preference_pairs(rewards_S, groups_S, ~dropped_S), metrics)
         prepared = PreparedBatch(sequences, metrics)
         if algorithm.teacher is None:
             return prepared
@@ -104,7 +107,7 @@ class AlgorithmProcessor:
             if not isinstance(prepared, PreparedBatch):
                 raise InvalidArgumentError(f"fit returned {type(prepared).__name__}; a PreparedBatch is needed")
             batch = TrainBatch.pack(prepared.sequences)
-        if algorithm.kl_coefficient and batch.reference_logprobs_N is None:
+        if algorithm.needs_reference and batch.reference_logprobs_N is None:
             batch = replace(batch, reference_logprobs_N=self._reference(batch))
         return batch, {**batch_metrics(lease), **prepared.metrics}
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
-from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation
+from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo
 from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
@@ -32,6 +32,7 @@ from nexrl_trainer.losses import PROXIMAL, PROXIMAL_LOSSES
 from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.objective import Objective
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
+from nexrl_trainer.preference import check_pairs, with_preferences
 from nexrl_trainer.ranks import ONE_RANK, Ranks
 from nexrl_trainer.step_metrics import LossMetrics, LossTotals, OptimizerMetrics, StepMetrics, no_loss, step_metrics
 from nexrl_trainer.tensor_slices import SavedTensors, own_slice
@@ -125,11 +126,17 @@ class Learner:
 
         `algorithm` replaces the algorithm of the settings for this call. `denominator` is that of `token_weights`, and
         is required when the step has several batches. Raises InvalidArgumentError if the loss needs reference
-        log-probabilities and the batch has none.
+        log-probabilities, or pairs, and the batch has none.
         """
         objective = Objective(algorithm, self.settings.folder) if algorithm else self._objective
         algorithm = objective.algorithm
-        _check_reference(batch, algorithm)
+        _check_columns(batch, algorithm)
+        if isinstance(algorithm, Dpo):
+            if denominator is not None:
+                raise InvalidArgumentError(
+                    "forward_backward: denominator: loss dpo needs all pairs of a step in one batch"
+                )
+            batch = with_preferences(batch, self.forward_pass.logprobs(batch), algorithm)
         constant_tokens = algorithm.constant_tokens if isinstance(algorithm, ConstantAggregation) else None
         weights_N = token_weights(batch, algorithm.aggregation, denominator, constant_tokens=constant_tokens)
         totals = LossTotals(self.model.device)
@@ -176,7 +183,7 @@ class Learner:
     def check_batch(self, batch: TrainBatch) -> None:
         """Raise what `forward_backward` raises for a batch that it cannot train, before it computes anything."""
         self.forward_pass.check_batch(batch)
-        _check_reference(batch, self.settings.algorithm)
+        _check_columns(batch, self.settings.algorithm)
 
     def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None) -> Snapshot:
         """Return a packed copy of the trained weights (`nexrl.weights.packing.snapshot`)."""
@@ -284,9 +291,11 @@ class MockLearner(Learner):
         return OptimizerMetrics(step=self.step + 1, lr=0.0, grad_norm=0.0)
 
 
-def _check_reference(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
-    if algorithm.kl_coefficient and batch.reference_logprobs_N is None:
-        raise InvalidArgumentError("train batch: reference_logprobs_N: needed, since klCoefficient is not 0")
+def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
+    if algorithm.needs_reference and batch.reference_logprobs_N is None:
+        raise InvalidArgumentError("train batch: reference_logprobs_N: needed for klCoefficient and loss dpo")
+    if isinstance(algorithm, Dpo):
+        check_pairs(batch)
 
 
 def _name_at(name: str, rank: int) -> str:

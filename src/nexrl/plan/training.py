@@ -51,7 +51,7 @@ class Training:
             trainer.activation_checkpointing == "full",
             # With adapters, the reference model is the trainer's own, without them.
             has_reference=spec.model.lora is None
-            and bool(spec.algorithm.kl_coefficient or spec.algorithm.kl_reward_coefficient),
+            and (spec.algorithm.needs_reference or spec.algorithm.kl_reward_coefficient > 0),
             # Without these, the memory of the previous version is used again.
             keeps_two_snapshots=ranks > 1 or spec.weight_sync.path is not None,
             adapter_rank=spec.model.lora.rank if spec.model.lora else 0,

@@ -4,19 +4,20 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from nexrl.spec.model import PathModel
+from nexrl.spec.correction import CorrectionSpec
+from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.spec.section import (
     Count,
     CountOrZero,
-    Location,
+    Limit,
     NameOrReference,
     Ratio,
     Reference,
-    Section,
     code,
     refuse_key,
     written_out,
 )
+from nexrl.spec.teacher import TeacherSpec
 from nexrl.spec.variants import VariantSection
 
 GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std", "max_rl", "pass_at_k")
@@ -26,67 +27,11 @@ BATCH_BASELINES = ("batch_mean_std",)
 DISTILLATION = "distillation"
 """The advantage that ignores rewards: only the teacher's term is left."""
 
+WITHOUT_ADVANTAGES = ("cross_entropy", "dpo")
+"""Losses that do not use advantages."""
+
 MAX_KL_COEFFICIENT = 100.0
 MAX_ENTROPY_COEFFICIENT = 10.0
-
-Limit = Annotated[float, Field(gt=0, le=1e9)]
-
-
-class RatioBand(Section):
-    """Ratios of the trainer's probability to the one that the rollout recorded; both ends are inside."""
-
-    low: Annotated[float, Field(ge=0, le=1)] = Field(description="Lowest ratio.")
-    high: Annotated[float, Field(ge=1, le=1e9)] = Field(description="Highest ratio.")
-
-
-class CorrectionSpec(Section):
-    """Which tokens are left out because trainer and engine, or two policy versions, disagree about them."""
-
-    token_band: RatioBand | None = Field(
-        default=None, description="A token whose ratio is outside is left out (IcePop uses 0.5 to 5)."
-    )
-    sequence_band: RatioBand | None = Field(
-        default=None, description="A trajectory whose geometric mean of ratios is outside is left out."
-    )
-    veto_ratio: Ratio = Field(
-        default=0.0, description="A trajectory with a token of a lower ratio is left out; 0 = none is."
-    )
-    negative_drift: Limit | None = Field(
-        default=None,
-        description="A trajectory with a negative advantage is left out if the mean of log p_rollout - log p over its "
-        "tokens is larger (off-policy sequence masking of DeepSeek-V3.2).",
-    )
-
-
-class OverlongPenaltySpec(Section):
-    """A penalty that grows linearly with the tokens that a sample generated (DAPO's soft overlong punishment)."""
-
-    after_tokens: CountOrZero = Field(description="Generated tokens without a penalty.")
-    full_tokens: Count = Field(description="Generated tokens from which the penalty is full.")
-    penalty: Limit = Field(default=1.0, description="The full penalty, subtracted from the reward.")
-
-    @model_validator(mode="after")
-    def _grows(self) -> Self:
-        if self.full_tokens <= self.after_tokens:
-            raise refuse_key("fullTokens", self.full_tokens, f"must be above afterTokens ({self.after_tokens})")
-        return self
-
-
-class TeacherSpec(Section):
-    """A frozen model that the policy learns from: on-policy distillation."""
-
-    path: Location = Field(
-        description="Local Hugging Face folder, relative to this file, as the checkpoint of another experiment, or "
-        "`package:NAME`, as in model.path. It must have the tokenizer of the model."
-    )
-    coefficient: Limit = Field(
-        default=1.0,
-        description="Weight of log p_teacher - log p_rollout, which is added to the advantage of each token.",
-    )
-
-    def model(self, dtype: Literal["float32", "bfloat16"]) -> PathModel:
-        """Return the teacher as a model whose weights have the number format `dtype`."""
-        return PathModel(path=self.path, dtype=dtype)
 
 
 class AlgorithmSpec(VariantSection):
@@ -146,8 +91,8 @@ class AlgorithmSpec(VariantSection):
     )
     teacher: TeacherSpec | None = Field(
         default=None,
-        description="A frozen model whose log-probabilities are compared with those of the policy, token by token. With "
-        "it, samples of equal rewards are trained, too. Rank 0 of the trainer has it, in model.dtype. none = no "
+        description="A frozen model whose log-probabilities are compared with those of the policy, token by token. "
+        "Samples of equal rewards are trained then, too. Rank 0 of the trainer has it, in model.dtype. none = no "
         "distillation.",
     )
     overlong_penalty: OverlongPenaltySpec | None = Field(
@@ -212,6 +157,11 @@ class AlgorithmSpec(VariantSection):
         default=1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger gradient is scaled down to it."
     )
 
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss needs log-probabilities under the reference model."""
+        return self.kl_coefficient > 0 or self.loss == "dpo"
+
     @model_validator(mode="after")
     def _falls_if_it_says_how(self) -> Self:
         says_how = self.learning_rate_decay != "linear" or self.decay_steps is not None
@@ -237,6 +187,8 @@ class AlgorithmSpec(VariantSection):
             raise refuse_key("processor", self.processor, reason)
         if self.teacher is None and getattr(self, "advantage", None) == DISTILLATION:
             raise refuse_key("teacher", None, f"is missing; advantage {DISTILLATION} needs it")
+        if self.teacher is not None and self.loss in WITHOUT_ADVANTAGES:
+            raise refuse_key("teacher", self.teacher.path, f"loss {self.loss} does not use advantages; remove teacher")
         return self
 
     @model_validator(mode="after")
@@ -270,8 +222,8 @@ class Grpo(AlgorithmSpec):
         "baseline). pass_at_k: for sets of passK samples of the group, each with its best reward: the mean over the "
         "sets that contain the sample, minus the mean over all, divided by their standard deviation (Pass@k training). "
         "batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
-        "(REINFORCE++). distillation: 0, so that the teacher alone decides. `module:name`: a nexrl.algorithm.Advantage of "
-        "yours.",
+        "(REINFORCE++). distillation: 0, so that the teacher alone decides. `module:name`: a nexrl.algorithm.Advantage "
+        "of yours.",
     )
     pass_k: Annotated[int, Field(ge=1, le=1023)] | None = Field(
         default=None,
@@ -381,6 +333,29 @@ class CrossEntropy(AlgorithmSpec):
     """Maximum likelihood of the trained tokens, whatever their advantages; use it with zeroVarianceGroups keep."""
 
     loss: Literal["cross_entropy"] = Field(description="Cross-entropy.")
+
+
+class Dpo(AlgorithmSpec):
+    """Direct preference optimization: in each group, better samples are preferred to worse ones (DPO)."""
+
+    loss: Literal["dpo"] = Field(description="DPO.")
+    beta: Limit = Field(
+        default=0.1, description="Weight of the log ratio to the initial model: a larger one keeps the policy closer."
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="Share of pairs whose order counts as wrong (conservative DPO)."
+    )
+
+    @model_validator(mode="after")
+    def _keeps_pairs_together(self) -> Self:
+        if self.mini_batches > 1:
+            raise refuse_key(
+                "miniBatches", self.mini_batches, "loss dpo needs both samples of a pair in an update; use 1"
+            )
+        if self.correction != CorrectionSpec():
+            reason = "loss dpo has no ratio to the rollout, and all tokens of a pair count; remove it"
+            raise refuse_key("correction", self.correction.model_dump(exclude_none=True), reason)
+        return self
 
 
 class OwnLoss(AlgorithmSpec):

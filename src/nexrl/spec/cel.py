@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from nexrl.spec.algorithm import DISTILLATION, GROUP_BASELINES
+from nexrl.spec.algorithm import DISTILLATION, GROUP_BASELINES, WITHOUT_ADVANTAGES
 from nexrl.spec.choices import Node
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.marks import may_change
@@ -65,6 +65,25 @@ RULES: Sequence[Rule] = (
         "teacher",
         f"has(self.teacher) || !has(self.advantage) || self.advantage != '{DISTILLATION}'",
         f"advantage {DISTILLATION} needs it",
+    ),
+    Rule(
+        "algorithm",
+        "teacher",
+        f"!has(self.teacher) || !(self.loss in {list(WITHOUT_ADVANTAGES)})",
+        "this loss does not use advantages; remove teacher",
+    ),
+    Rule(
+        "algorithm",
+        "miniBatches",
+        "self.loss != 'dpo' || self.miniBatches == 1",
+        "loss dpo needs both samples of a pair in an update; use 1",
+    ),
+    Rule(
+        "algorithm",
+        "correction",
+        "self.loss != 'dpo' || !has(self.correction.tokenBand) && !has(self.correction.sequenceBand)"
+        " && self.correction.vetoRatio == 0.0 && !has(self.correction.negativeDrift)",
+        "loss dpo has no ratio to the rollout, and all tokens of a pair count; remove it",
     ),
     Rule(
         "algorithm",

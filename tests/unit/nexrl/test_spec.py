@@ -153,7 +153,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"algorithm": {"loss": "hinge"}},
             "spec.algorithm.loss",
-            ['"hinge"', "ppo_clip, decoupled_ppo, gspo, cispo, dppo_tv, sapo, reinforce, cross_entropy, or `mod"],
+            ['"hinge"', "ppo_clip, decoupled_ppo, gspo, cispo, dppo_tv, sapo, reinforce, cross_entropy, dpo, or `mod"],
         ),
         ({"algorithm": {"loss": "cispo", "clipLow": 0.1}}, "spec.algorithm.clipLow", ["0.1", "only loss ppo_clip"]),
         ({"algorithm": {"lossConfig": {"a": 1}}}, "spec.algorithm.lossConfig", ["only loss module:name"]),
@@ -190,14 +190,6 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             {"algorithm": {"optimizer": "muon"}, "trainer": {"steps": 1, "processesPerReplica": 2}},
             "spec.algorithm.optimizer",
             ["whole matrices", "use adamw"],
-        ),
-        ({"algorithm": {"advantage": "distillation"}}, "spec.algorithm.teacher", ["missing", "distillation needs it"]),
-        ({"algorithm": {"teacher": {"path": "nowhere"}}}, "spec.algorithm.teacher.path", ["nowhere does not exist"]),
-        ({"algorithm": {"teacher": {"path": "."}}}, "spec.algorithm.teacher.path", ["no config.json"]),
-        (
-            {"algorithm": {"processor": "external", "teacher": {"path": "package:nexrl"}}},
-            "spec.algorithm.processor",
-            ['"external"', "remove teacher"],
         ),
         ({"algorithm": {"klTarget": 0.1}}, "spec.algorithm.klTarget", ["needs klCoefficient", "above 0"]),
         ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),

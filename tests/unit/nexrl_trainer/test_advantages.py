@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import combinations
 from math import comb
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest

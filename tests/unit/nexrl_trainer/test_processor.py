@@ -12,7 +12,8 @@ from nexrl.client import BatchClient
 from nexrl.errors import NexrlError
 from nexrl.rollout_worker import with_columns
 from nexrl.rpc.client import connect
-from nexrl.spec.algorithm import AlgorithmSpec, OverlongPenaltySpec
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.v1.activity_service_pb2 import Module
 from nexrl.v1.trajectory_pb2 import VERDICT_OK, VERDICT_TRUNCATED, Group, PolicySpan, SampleResult, Trajectory
 from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
@@ -249,6 +250,19 @@ async def test_reference_logprobs_are_added_where_the_loss_has_a_penalty(build: 
     batch, _ = build(kl_coefficient=0.1).fit(lease())
     assert batch.reference_logprobs_N is not None
     assert batch.reference_logprobs_N.tolist() == [0, -2, -2] * 2
+
+
+async def test_dpo_trains_pairs_of_a_group_with_reference_logprobs(build: Builder) -> None:
+    batch, metrics = build(loss="dpo").fit(lease())
+    assert batch.columns["pair"].tolist() == [1, -1]
+    assert batch.advantages_N.tolist() == [1.0] * 3 + [-1.0] * 3
+    assert batch.reference_logprobs_N is not None
+    assert metrics["preference_pairs"] == 1
+
+
+async def test_dpo_pairs_no_sample_that_is_dropped(build: Builder) -> None:
+    batch, metrics = build(loss="dpo", truncated_samples="drop").fit(lease())
+    assert (len(batch.lengths_B), metrics["preference_pairs"]) == (0, 0)
 
 
 @pytest.mark.parametrize(("advantage", "of_rewards"), [("group_mean", [0.5, -0.5, 0, 0]), ("distillation", [0] * 4)])
