@@ -107,7 +107,7 @@ class AlgorithmProcessor:
             if not isinstance(prepared, PreparedBatch):
                 raise InvalidArgumentError(f"fit returned {type(prepared).__name__}; a PreparedBatch is needed")
             batch = TrainBatch.pack(prepared.sequences)
-        if algorithm.needs_reference and batch.reference_logprobs_N is None:
+        if algorithm.needs_initial_model and batch.reference_logprobs_N is None:
             batch = replace(batch, reference_logprobs_N=self._reference(batch))
         return batch, {**batch_metrics(lease), **prepared.metrics}
 

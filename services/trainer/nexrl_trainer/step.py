@@ -30,6 +30,7 @@ from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import PROXIMAL, PROXIMAL_LOSSES
 from nexrl_trainer.micro_batch import MicroBatch
+from nexrl_trainer.moving_reference import MovingReference
 from nexrl_trainer.objective import Objective
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
 from nexrl_trainer.preference import check_pairs, with_preferences
@@ -81,6 +82,8 @@ class Learner:
         set_up_layers(model, settings.layers)
         ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
+        follows = settings.algorithm.reference
+        self._moving_reference = None if follows is None else MovingReference(model, follows)
         self._objective = Objective(settings.algorithm, settings.folder)
         self._held_weights, self._held_training = HostCopies(), HostCopies()
         self._held_states = 0
@@ -92,6 +95,7 @@ class Learner:
         each update would have failed: no weight has changed then, unless the user's loss raised (`is_between_steps`).
         """
         algorithm = self.settings.algorithm
+        batch = self._with_moving_reference(batch)
         made: list[tuple[LossMetrics, OptimizerMetrics]] = []
         failures: list[TrainingFailedError] = []
         for part in self._with_proximal(batch).parts(algorithm.mini_batches) * algorithm.epochs:
@@ -114,9 +118,12 @@ class Learner:
         return self.forward_pass.logprobs(batch)
 
     def forward_reference(self, batch: TrainBatch) -> NDArray[np.float32]:
-        """Return the log-probabilities under the base of the adapter, 0 where no token is trained. Shape [N]."""
-        assert self.adapter is not None
-        with self.adapter.off():
+        """Return the log-probabilities under the reference model that the learner has, 0 elsewhere. Shape [N].
+
+        That is the base of the adapter, or the reference model that follows the policy.
+        """
+        assert self.adapter or self._moving_reference
+        with self.adapter.off() if self.adapter else self._moving_reference.in_place_of_policy():
             return self.forward_pass.logprobs(batch)
 
     def forward_backward(
@@ -173,6 +180,8 @@ class Learner:
         """Count the step: its updates make the next version of the policy."""
         self._objective.coefficients.end_step()
         self.step += 1
+        if self._moving_reference:
+            self._moving_reference.follow(self.step)
         self.is_between_steps = True
 
     def clear_gradients(self) -> None:
@@ -227,7 +236,15 @@ class Learner:
                 set_state(state)
         self.optimizer.load_tensors(training)
         self._objective.coefficients.load_tensors(training)
+        if self._moving_reference:
+            self._moving_reference.load_tensors(training)
         self.step = step
+
+    def _with_moving_reference(self, batch: TrainBatch) -> TrainBatch:
+        """Add log-probabilities under the reference model, if it follows the policy: only a step knows it."""
+        if self._moving_reference is None:
+            return batch
+        return replace(batch, reference_logprobs_N=self.forward_reference(batch))
 
     def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probabilities under the current weights, if the loss compares later updates of the step with them."""
@@ -240,6 +257,8 @@ class Learner:
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes besides weights. What all ranks have in common, rank 0 writes."""
         optimizer = self.optimizer.tensors() | self._objective.coefficients.tensors()
+        if self._moving_reference:
+            optimizer |= self._moving_reference.tensors()
         if self.ranks.rank:
             optimizer = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
         own = {_name_at(name, self.ranks.rank): state for name, (state, _) in _random_states(self.model.device).items()}

@@ -21,7 +21,7 @@ def check_train_batch(
 def _violation(
     batch: TrainBatch, vocabulary_size: int | None, algorithm: AlgorithmSpec, max_tokens: int
 ) -> Violation | None:
-    if algorithm.needs_reference and batch.reference_logprobs_N is None:
+    if algorithm.needs_initial_model and batch.reference_logprobs_N is None:
         return Violation("tensors[reference_logprobs]", "missing; algorithm.klCoefficient and loss dpo need it")
     longest = int(batch.lengths_B.max(initial=0))
     if longest > max_tokens:

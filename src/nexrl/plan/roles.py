@@ -164,6 +164,7 @@ def _parts(memory: RankMemory) -> dict[str, int]:
         "float32 masters": memory.masters,
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
+        "moving reference model": memory.moving_reference,
         "reference model": memory.reference,
         "teacher": memory.teacher,
         "gathered layers": memory.gathered,

@@ -35,6 +35,7 @@ class Training:
     """Rank of the LoRA adapters that are trained in float32 instead of the weights; 0 = the weights are trained."""
     has_muon: bool = False
     teacher_parameters: int = 0
+    has_moving_reference: bool = False
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "Training":
@@ -51,11 +52,12 @@ class Training:
             trainer.activation_checkpointing == "full",
             # With adapters, the reference model is the trainer's own, without them.
             has_reference=spec.model.lora is None
-            and (spec.algorithm.needs_reference or spec.algorithm.kl_reward_coefficient > 0),
+            and (spec.algorithm.needs_initial_model or spec.algorithm.kl_reward_coefficient > 0),
             # Without these, the memory of the previous version is used again.
             keeps_two_snapshots=ranks > 1 or spec.weight_sync.path is not None,
             adapter_rank=spec.model.lora.rank if spec.model.lora else 0,
             has_muon=spec.algorithm.optimizer == "muon",
+            has_moving_reference=spec.algorithm.reference is not None,
             teacher_parameters=_parameters(teacher.path) if teacher else 0,
         )
 
@@ -68,6 +70,7 @@ class RankMemory:
     masters: int
     gradients: int
     optimizer: int
+    moving_reference: int
     reference: int
     teacher: int
     gathered: int
@@ -79,7 +82,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """Bytes that every step needs, whatever its batch."""
-        return self.weights + self.masters + self.gradients + self.optimizer
+        return self.weights + self.masters + self.gradients + self.optimizer + self.moving_reference
 
     @property
     def frozen(self) -> int:
@@ -107,6 +110,8 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         masters=0 if item == 4 or training.adapter_rank else shard * 4,
         gradients=trained * 4,
         optimizer=_moment_bytes(size, training, training.ranks),
+        # Its own weights, and those of the policy while it takes their place.
+        moving_reference=shard * (4 + item) if training.has_moving_reference else 0,
         reference=size.parameters * item if training.has_reference else 0,
         teacher=training.teacher_parameters * item,
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
@@ -149,7 +154,8 @@ def checkpoint_bytes(size: ModelSize, training: Training) -> int:
     """Return the size of one checkpoint: trained weights, masters of 16-bit weights, moments."""
     trained = _trained(size, training)
     own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
-    return trained.parameters * own + _moment_bytes(size, training, ranks=1)
+    reference = trained.parameters * 4 if training.has_moving_reference else 0
+    return trained.parameters * own + _moment_bytes(size, training, ranks=1) + reference
 
 
 @cache  # `nexrl plan` asks once for each remedy, and a GGUF file takes seconds

@@ -6,6 +6,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from nexrl.spec.correction import CorrectionSpec
 from nexrl.spec.overlong_penalty import OverlongPenaltySpec
+from nexrl.spec.reference_model import ReferenceSpec
 from nexrl.spec.section import (
     Count,
     CountOrZero,
@@ -26,7 +27,6 @@ BATCH_BASELINES = ("batch_mean_std",)
 """Advantages that compare all samples of the batch, whatever their groups."""
 DISTILLATION = "distillation"
 """The advantage that ignores rewards: only the teacher's term is left."""
-
 WITHOUT_ADVANTAGES = ("cross_entropy", "dpo")
 """Losses that do not use advantages."""
 
@@ -68,6 +68,10 @@ class AlgorithmSpec(VariantSection):
         ge=0,
         le=MAX_KL_COEFFICIENT,
         description="Weight of the KL penalty against the initial model (with model.lora its base); 0 = none.",
+    )
+    reference: ReferenceSpec | None = Field(
+        default=None,
+        description="How the reference model of klCoefficient and loss dpo follows the policy; none = it is frozen.",
     )
     kl_target: Limit | None = Field(
         default=None,
@@ -159,8 +163,13 @@ class AlgorithmSpec(VariantSection):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss needs log-probabilities under the reference model."""
+        """True if a train batch needs log-probabilities under the reference model."""
         return self.kl_coefficient > 0 or self.loss == "dpo"
+
+    @property
+    def needs_initial_model(self) -> bool:
+        """True if these are known before the step that trains the batch: the reference model is frozen."""
+        return self.needs_reference and self.reference is None
 
     @model_validator(mode="after")
     def _falls_if_it_says_how(self) -> Self:
@@ -181,10 +190,16 @@ class AlgorithmSpec(VariantSection):
         return self
 
     @model_validator(mode="after")
+    def _compares_with_what_moves(self) -> Self:
+        if self.reference is not None and not self.needs_reference:
+            reason = "no loss is compared with it; set klCoefficient above 0, or loss dpo"
+            raise refuse_key("reference", self.reference.model_dump(), reason)
+        return self
+
+    @model_validator(mode="after")
     def _asks_the_teacher(self) -> Self:
         if self.teacher is not None and self.processor == "external":
-            reason = "only the trainer asks the teacher; use another processor, or remove teacher"
-            raise refuse_key("processor", self.processor, reason)
+            raise refuse_key("processor", self.processor, "only the trainer asks the teacher; remove teacher")
         if self.teacher is None and getattr(self, "advantage", None) == DISTILLATION:
             raise refuse_key("teacher", None, f"is missing; advantage {DISTILLATION} needs it")
         if self.teacher is not None and self.loss in WITHOUT_ADVANTAGES:
@@ -339,9 +354,7 @@ class Dpo(AlgorithmSpec):
     """Direct preference optimization: in each group, better samples are preferred to worse ones (DPO)."""
 
     loss: Literal["dpo"] = Field(description="DPO.")
-    beta: Limit = Field(
-        default=0.1, description="Weight of the log ratio to the initial model: a larger one keeps the policy closer."
-    )
+    beta: Limit = Field(default=0.1, description="Weight of the log ratio to the reference model.")
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         default=0.0, description="Share of pairs whose order counts as wrong (conservative DPO)."
     )
@@ -349,12 +362,9 @@ class Dpo(AlgorithmSpec):
     @model_validator(mode="after")
     def _keeps_pairs_together(self) -> Self:
         if self.mini_batches > 1:
-            raise refuse_key(
-                "miniBatches", self.mini_batches, "loss dpo needs both samples of a pair in an update; use 1"
-            )
+            raise refuse_key("miniBatches", self.mini_batches, "loss dpo needs both samples of a pair; use 1")
         if self.correction != CorrectionSpec():
-            reason = "loss dpo has no ratio to the rollout, and all tokens of a pair count; remove it"
-            raise refuse_key("correction", self.correction.model_dump(exclude_none=True), reason)
+            raise refuse_key("correction", self.correction.model_dump(), "loss dpo has no ratio to correct; remove it")
         return self
 
 

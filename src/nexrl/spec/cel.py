@@ -56,9 +56,15 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "algorithm",
+        "reference",
+        "!has(self.reference) || self.klCoefficient > 0.0 || self.loss == 'dpo'",
+        "no loss is compared with it; set klCoefficient above 0, or loss dpo",
+    ),
+    Rule(
+        "algorithm",
         "processor",
         "!has(self.teacher) || self.processor != 'external'",
-        "only the trainer asks the teacher; use another processor, or remove teacher",
+        "only the trainer asks the teacher; remove teacher",
     ),
     Rule(
         "algorithm",
@@ -76,14 +82,14 @@ RULES: Sequence[Rule] = (
         "algorithm",
         "miniBatches",
         "self.loss != 'dpo' || self.miniBatches == 1",
-        "loss dpo needs both samples of a pair in an update; use 1",
+        "loss dpo needs both samples of a pair; use 1",
     ),
     Rule(
         "algorithm",
         "correction",
         "self.loss != 'dpo' || !has(self.correction.tokenBand) && !has(self.correction.sequenceBand)"
         " && self.correction.vetoRatio == 0.0 && !has(self.correction.negativeDrift)",
-        "loss dpo has no ratio to the rollout, and all tokens of a pair count; remove it",
+        "loss dpo has no ratio to correct; remove it",
     ),
     Rule(
         "algorithm",
@@ -137,6 +143,12 @@ RULES: Sequence[Rule] = (
         "self.algorithm.optimizer != 'muon' || self.trainer.replicas == 1 && self.trainer.processesPerReplica == 1"
         " && !has(self.model.lora)",
         "muon needs whole matrices, which neither several ranks nor model.lora have; use adamw",
+    ),
+    Rule(
+        "",
+        "algorithm.reference",
+        "!has(self.algorithm.reference) || !has(self.model.lora)",
+        "with model.lora the reference model is the base, which does not move; remove it",
     ),
     Rule(
         "",

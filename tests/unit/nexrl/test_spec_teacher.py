@@ -1,4 +1,4 @@
-"""The experiment file: which teachers and preference losses are refused, with path, value, and what is allowed."""
+"""The experiment file: which teachers, reference models and preference losses are refused, and with which message."""
 
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,24 @@ from nexrl.spec import validate_file
         ),
         ({"algorithm": {"loss": "dpo", "correction": {"vetoRatio": 0.1}}}, "spec.algorithm.correction", ["remove it"]),
         ({"algorithm": {"loss": "dpo", "labelSmoothing": 0.5}}, "spec.algorithm.labelSmoothing", ["0.5", "below 0.5"]),
+        (
+            {"algorithm": {"reference": {"decay": 0.9}}},
+            "spec.algorithm.reference",
+            ["klCoefficient above 0, or loss dpo"],
+        ),
+        (
+            {"algorithm": {"klCoefficient": 0.1, "reference": {"decay": 0.9, "refreshEverySteps": 3}}},
+            "spec.algorithm.reference.refreshEverySteps",
+            ["exactly one"],
+        ),
+        (
+            {
+                "model": {"scratch": {"alphabet": "01"}, "lora": {"rank": 2, "alpha": 4}},
+                "algorithm": {"klCoefficient": 0.1, "reference": {"decay": 0.9}},
+            },
+            "spec.algorithm.reference",
+            ["with model.lora", "remove it"],
+        ),
         ({"algorithm": {"teacher": {"path": "."}}}, "spec.algorithm.teacher.path", ["no config.json"]),
         (
             {"algorithm": {"processor": "external", "teacher": {"path": "package:nexrl"}}},

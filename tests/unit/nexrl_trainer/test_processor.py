@@ -260,6 +260,11 @@ async def test_dpo_trains_pairs_of_a_group_with_reference_logprobs(build: Builde
     assert metrics["preference_pairs"] == 1
 
 
+async def test_reference_logprobs_of_a_moving_reference_are_left_to_the_step(build: Builder) -> None:
+    batch, _ = build(kl_coefficient=0.1, reference={"decay": 0.9}).fit(lease())
+    assert batch.reference_logprobs_N is None
+
+
 async def test_dpo_pairs_no_sample_that_is_dropped(build: Builder) -> None:
     batch, metrics = build(loss="dpo", truncated_samples="drop").fit(lease())
     assert (len(batch.lengths_B), metrics["preference_pairs"]) == (0, 0)
