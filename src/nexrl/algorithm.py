@@ -170,19 +170,22 @@ class ProcessorContext:
     `advantage` is what `algorithm.advantage` names. `policy_logprobs` runs the model with the weights that the trainer
     holds at that moment: those of version `batch_id` in mode sync, an older version where batches are prepared ahead.
     It waits while the trainer makes a step. `reference_logprobs` runs the initial model, which the first call builds.
+    `teacher_logprobs` runs `algorithm.teacher`; it raises FailedPreconditionError without one.
     """
 
     algorithm: "AlgorithmSpec"
     advantage: Advantage
     policy_logprobs: ForwardPass
     reference_logprobs: ForwardPass
+    teacher_logprobs: ForwardPass
 
 
 class Processor(ABC):
     """Makes train batches. Subclass it, override `fit`, and name the class in `algorithm.processor`.
 
     The trainer makes one object and calls `fit` in a thread, one batch after the other, ahead of training. If
-    `algorithm.klCoefficient` is not 0, the trainer adds reference log-probabilities to sequences without them.
+    `algorithm.klCoefficient` is not 0, or the loss is dpo, the trainer adds reference log-probabilities to sequences
+    without them. For loss dpo, the column `pair` has the number of each sequence's pair, negative for the worse sample.
     """
 
     def __init__(self, context: ProcessorContext) -> None:

@@ -4,7 +4,8 @@
 `exit_code` is the exit code of a command that fails with the error (docs/exit-codes.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from signal import Signals
 from typing import ClassVar
@@ -34,6 +35,15 @@ class NexrlError(Exception):
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_seconds = retry_after_seconds
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Add `field` to the message of an error that code raises which does not know for which field it is called."""
+    try:
+        yield
+    except NexrlError as error:
+        raise type(error)(f"{field}: {error.message}") from error
 
 
 class InvalidArgumentError(NexrlError):

@@ -98,6 +98,22 @@ def test_mini_batches_and_epochs_do_not_depend_on_the_number_of_ranks(ranks: Ran
     assert_as_on_one_rank(train(case), by_rank)
 
 
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_pairs_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses, is_lora: bool) -> None:
+    case = RankCase([8, 2, 0, 6], {"loss": "dpo", "epochs": 2, "kl_coefficient": 0.1}, is_lora=is_lora)
+    (by_rank,) = ranks.train(2, [case])
+    assert_as_on_one_rank(train(case), by_rank)
+
+
+@pytest.mark.parametrize("follows", [{"refresh_every_steps": 2}, {"decay": 0.5}])
+def test_a_moving_reference_does_not_depend_on_the_number_of_ranks(
+    ranks: RankProcesses, follows: dict[str, float]
+) -> None:
+    case = RankCase(STEPS, {"loss": "ppo_clip", "kl_coefficient": 1.0, "reference": follows})
+    (by_rank,) = ranks.train(2, [case])
+    assert_as_on_one_rank(train(case), by_rank)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_an_adapter_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:

@@ -151,5 +151,5 @@ def _sequence(random: np.random.Generator, number: int, context: NDArray[np.int6
         rollout_logprobs=-2.5 - 0.2 * random.random(len(mask)),
         advantage=float(random.normal()),
         reference_logprobs=-2.5 - 0.2 * random.random(len(mask)),
-        columns={"number": number},
+        columns={"number": number, "pair": (number // 2 + 1) * (-1 if number % 2 else 1)},
     )

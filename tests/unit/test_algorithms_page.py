@@ -6,10 +6,12 @@ from typing import get_args
 
 import pytest
 
-from nexrl.spec.algorithm import AlgorithmSpec, CorrectionSpec
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.correction import CorrectionSpec
 from nexrl.spec.variants import value_of, variants
 from nexrl_trainer.advantages import ADVANTAGES
 from nexrl_trainer.losses import LOSSES
+from nexrl_trainer.preference import PREFERENCE_LOSSES
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/reference/algorithms.md").read_text()
@@ -21,7 +23,8 @@ CORRECTIONS = [field.alias for field in CorrectionSpec.model_fields.values()]
 
 
 @pytest.mark.parametrize(
-    "choice", [*LOSSES, *ADVANTAGES, *AGGREGATIONS, *ESTIMATORS, *CORRECTIONS, *OPTIMIZERS, *TARGETS]
+    "choice",
+    [*LOSSES, *PREFERENCE_LOSSES, *ADVANTAGES, *AGGREGATIONS, *ESTIMATORS, *CORRECTIONS, *OPTIMIZERS, *TARGETS],
 )
 def test_each_choice_has_a_row(choice: str) -> None:
     assert re.search(rf"^\| `{choice}` \|", PAGE, re.MULTILINE)

@@ -18,7 +18,7 @@ from nexrl.algorithm import Advantage
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.exception_text import exception_text
-from nexrl.spec.algorithm import BATCH_BASELINES, AlgorithmSpec, Grpo
+from nexrl.spec.algorithm import BATCH_BASELINES, DISTILLATION, AlgorithmSpec, Grpo
 from nexrl_trainer.best_of_k import best_of_k_differences
 
 FloatArray = NDArray[np.floating[Any]]
@@ -80,6 +80,11 @@ def pass_at_k_advantages(rewards_B: FloatArray, groups_B: IntArray, *, pass_k: i
     return np.where(zero_variance_samples(rewards_B, groups_B), 0.0, advantages_B).astype(np.float32)
 
 
+def no_advantages(rewards_B: FloatArray, groups_B: IntArray) -> NDArray[np.float32]:
+    """0 for each sample, whatever its reward: the term of the teacher is the whole advantage (`distillation`)."""
+    return np.zeros(len(rewards_B), np.float32)
+
+
 ADVANTAGES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
     "group_mean": group_mean_advantages,
     "group_mean_std": group_standardized_advantages,
@@ -88,6 +93,7 @@ ADVANTAGES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
     "group_mean_batch_std": batch_scaled_group_advantages,
     "pass_at_k": pass_at_k_advantages,
     "batch_mean_std": group_standardized_advantages,
+    DISTILLATION: no_advantages,
 }
 """By the name in the experiment's `algorithm.advantage`."""
 

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nexrl.device import choose_device, idle_gpu_warning
-from nexrl.errors import FailedPreconditionError
+from nexrl.errors import FailedPreconditionError, naming
 from nexrl.models import build_model
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.model import ModelSpec
+from nexrl_trainer.distillation import check_teacher
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.layers import LayerSettings
 from nexrl_trainer.processor import Forward
@@ -51,7 +53,7 @@ def build_learner(
     layers = LayerSettings(spec.trainer.activation_checkpointing, spec.trainer.compile)
     adapter = AdapterSettings(spec.model, spec.trainer.seed) if spec.model.lora else None
     settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder, layers, adapter)
-    return kind(_initial_model(spec, ranks.rank), settings, ranks)
+    return kind(_built(spec, spec.model, ranks.rank), settings, ranks)
 
 
 def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward:
@@ -66,10 +68,23 @@ def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward
     @cache
     def reference() -> ForwardPass:
         assert spec.model.lora is None, "the learner of an adapter has the base: a second one would only take memory"
-        model = _initial_model(spec).requires_grad_(requires_grad=False)
-        return ForwardPass(model, _forward_settings(spec), shares_prompts=shares_prompts)
+        return _frozen(spec, spec.model, shares_prompts=shares_prompts)
 
     return lambda batch: reference().logprobs(batch)
+
+
+def teacher_logprobs(spec: ExperimentSpec) -> Forward | None:
+    """Load `algorithm.teacher`, and return a function for log-probabilities under it; None without a teacher.
+
+    They are those of the distribution that samples are drawn from: at the temperature of the rollout, truncated as
+    there. Raises what `check_teacher` raises, and what `ForwardPass` raises for this model.
+    """
+    if spec.algorithm.teacher is None:
+        return None
+    teacher = spec.algorithm.teacher.model(spec.model.dtype)
+    check_teacher(teacher, spec.model)
+    with naming("algorithm.teacher"):
+        return _frozen(spec, teacher).logprobs
 
 
 def learner_warnings(learner: Learner) -> Sequence[str]:
@@ -78,11 +93,17 @@ def learner_warnings(learner: Learner) -> Sequence[str]:
     return [*learner.forward_pass.warnings, *filter(None, [idle_gpu])]
 
 
-def _initial_model(spec: ExperimentSpec, rank: int = 0) -> PreTrainedModel:
-    """Build the model with its initial weights, on the device of the rank."""
+def _frozen(spec: ExperimentSpec, model: ModelSpec, *, shares_prompts: bool | None = None) -> ForwardPass:
+    """Build a model that is not trained, on the device of rank 0, whole. `shares_prompts`: see ForwardPass."""
+    weights = _built(spec, model).requires_grad_(requires_grad=False)
+    return ForwardPass(weights, _forward_settings(spec), shares_prompts=shares_prompts)
+
+
+def _built(spec: ExperimentSpec, model: ModelSpec, rank: int = 0) -> PreTrainedModel:
+    """Build a model with its initial weights, on the device of the rank."""
     device: Any = device_of(spec, rank)  # transformers has no type for the argument of `to`
-    model: PreTrainedModel = build_model(spec.model, spec.model.seed).to(device)
-    return model
+    built: PreTrainedModel = build_model(model, model.seed).to(device)
+    return built
 
 
 def _forward_settings(spec: ExperimentSpec) -> ForwardSettings:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nexrl.algorithm import LossInputs
-from nexrl.spec.algorithm import CorrectionSpec, RatioBand
+from nexrl.spec.correction import CorrectionSpec, RatioBand
 from nexrl_trainer.losses import log_ratio, proximal_logprobs, sequence_means
 
 

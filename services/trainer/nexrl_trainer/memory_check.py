@@ -6,8 +6,8 @@ import torch
 
 from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.plan.memory_size import format_bytes, host_bytes
-from nexrl.plan.model_size import ModelSize, size_of
-from nexrl.plan.training import Training, rank_memory
+from nexrl.plan.model_size import size_of
+from nexrl.plan.training import RankMemory, Training, rank_memory
 from nexrl.spec import ExperimentSpec
 
 log = logging.getLogger(__name__)
@@ -23,21 +23,20 @@ def memory_warning(spec: ExperimentSpec, device: torch.device) -> str:
     if spec.trainer.backend == "mock":
         return ""
     try:
-        size, available_bytes = size_of(spec.model), _device_bytes(device)
+        memory, available_bytes = rank_memory(size_of(spec.model), Training.of(spec)), _device_bytes(device)
     except NexrlError as error:
         log.info("memory is not checked: %s", error)
         return ""
-    return compare(size, spec, device.type, available_bytes)
+    return compare(memory, spec, device.type, available_bytes)
 
 
-def compare(size: ModelSize, spec: ExperimentSpec, device_type: str, available_bytes: int) -> str:
+def compare(memory: RankMemory, spec: ExperimentSpec, device_type: str, available_bytes: int) -> str:
     """As `memory_warning`, on a device of this type and memory. The ranks share a CPU's, and have a GPU each."""
-    memory = rank_memory(size, Training.of(spec))
     processes = spec.trainer.processes_per_replica if device_type == "cpu" else 1
     # The plan counts adapters at most. A trainer of RPCs may never make a step, which allocates the moments.
     allocates_moments = spec.model.lora is None and spec.trainer.steps > 0
     least = processes * (memory.weights + memory.masters + memory.optimizer * allocates_moments)
-    step = processes * (memory.step - memory.reference) + memory.reference
+    step = processes * (memory.step - memory.frozen) + memory.frozen
     where = "this machine, or its cgroup, has" if device_type == "cpu" else "the GPU has"
     has = f"{where} {format_bytes(available_bytes)}"
     if least > available_bytes:

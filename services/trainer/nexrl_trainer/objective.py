@@ -23,6 +23,7 @@ from nexrl.spec.algorithm import AlgorithmSpec, OwnLoss
 from nexrl_trainer.coefficients import Coefficients
 from nexrl_trainer.correction import left_out
 from nexrl_trainer.losses import LOSSES, MAX_LOG_RATIO, log_ratio
+from nexrl_trainer.preference import PREFERENCE_LOSSES
 from nexrl_trainer.ranks import Ranks
 
 PolicyLoss: TypeAlias = Callable[[LossInputs], LossOutputs]
@@ -85,7 +86,7 @@ def policy_loss(algorithm: AlgorithmSpec, folder: Path) -> PolicyLoss:
     """
     if isinstance(algorithm, OwnLoss):
         return _UserLoss(algorithm.loss, folder, algorithm.loss_config)
-    loss = LOSSES[algorithm.loss]
+    loss = {**LOSSES, **PREFERENCE_LOSSES}[algorithm.loss]
     keywords = [name for name, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY]
     return partial(loss, **{name: getattr(algorithm, name) for name in keywords})
 

@@ -19,15 +19,17 @@ from nexrl.algorithm import Batch, ForwardPass, PreparedBatch, Processor, Proces
 from nexrl.batch_proto import decode_batch
 from nexrl.client import BatchClient
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
-from nexrl.errors import InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.run_layout import batch_path
-from nexrl.spec.algorithm import AlgorithmSpec, Grpo
+from nexrl.spec.algorithm import AlgorithmSpec, Dpo, Grpo
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl_trainer.advantages import ADVANTAGES, advantage_function, compared_groups, zero_variance_samples
+from nexrl_trainer.distillation import distilled
+from nexrl_trainer.preference import paired, preference_pairs
 from nexrl_trainer.reward_shaping import shaped_rewards
 
 Forward: TypeAlias = Callable[[TrainBatch], NDArray[np.float32]]
@@ -57,7 +59,12 @@ class GroupProcessor(Processor):
             "advantage_std": float(advantages_S.std()),
             "reward_penalty_mean": float((batch.rewards_B - rewards_S).mean()),
         }
-        return PreparedBatch(sequences, metrics)
+        if isinstance(algorithm, Dpo):
+            return paired(batch, preference_pairs(rewards_S, groups_S, ~dropped_S), metrics)
+        prepared = PreparedBatch(sequences, metrics)
+        if algorithm.teacher is None:
+            return prepared
+        return distilled(prepared, self.context.teacher_logprobs, algorithm.teacher.coefficient)
 
 
 class AlgorithmProcessor:
@@ -100,7 +107,7 @@ class AlgorithmProcessor:
             if not isinstance(prepared, PreparedBatch):
                 raise InvalidArgumentError(f"fit returned {type(prepared).__name__}; a PreparedBatch is needed")
             batch = TrainBatch.pack(prepared.sequences)
-        if algorithm.kl_coefficient and batch.reference_logprobs_N is None:
+        if algorithm.needs_initial_model and batch.reference_logprobs_N is None:
             batch = replace(batch, reference_logprobs_N=self._reference(batch))
         return batch, {**batch_metrics(lease), **prepared.metrics}
 
@@ -130,14 +137,20 @@ class AlgorithmProcessor:
         partial.replace(path)
 
 
-def build_processor(algorithm: AlgorithmSpec, folder: Path, policy: Forward, reference: Forward) -> Processor:
+def build_processor(
+    algorithm: AlgorithmSpec, folder: Path, policy: Forward, reference: Forward, teacher: Forward | None = None
+) -> Processor:
     """Return the processor that `algorithm.processor` names; user code is looked up in `folder`.
 
-    `policy` and `reference` compute log-probabilities under the current and under the initial weights. Raises
-    InvalidArgumentError if user code cannot be loaded.
+    `policy` and `reference` compute log-probabilities under the current and under the initial weights, `teacher` those
+    under the teacher, if there is one. Raises InvalidArgumentError if user code cannot be loaded.
     """
     context = ProcessorContext(
-        algorithm, advantage_function(algorithm, folder), _by_sequence(policy), _by_sequence(reference)
+        algorithm,
+        advantage_function(algorithm, folder),
+        _by_sequence(policy),
+        _by_sequence(reference),
+        _by_sequence(teacher or _no_teacher),
     )
     if algorithm.processor == "builtin":
         return GroupProcessor(context)
@@ -190,6 +203,10 @@ def _naming(processor: str) -> Iterator[None]:
         raise TrainingFailedError(message) from error
 
 
+def _no_teacher(batch: TrainBatch) -> NDArray[np.float32]:
+    raise FailedPreconditionError("teacher_logprobs: the experiment has no teacher; set algorithm.teacher")
+
+
 def _by_sequence(forward: Forward) -> ForwardPass:
     def by_sequence(sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
         batch = TrainBatch.pack(sequences)
@@ -202,7 +219,7 @@ def _dropped(batch: Batch, equal_S: NDArray[np.bool_], algorithm: AlgorithmSpec)
     """Return which samples count in the baseline and are not trained."""
     truncated_S = np.array([sample.is_truncated for sample in batch.samples])
     dropped_S = np.zeros_like(equal_S)
-    if algorithm.zero_variance_groups == "drop":
+    if algorithm.zero_variance_groups == "drop" and algorithm.teacher is None:  # a teacher tells equal samples apart
         dropped_S |= equal_S & ~_stands_alone(batch, algorithm)
     if algorithm.truncated_samples == "drop":
         dropped_S |= truncated_S

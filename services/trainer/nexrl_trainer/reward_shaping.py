@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nexrl.algorithm import Batch, ForwardPass, Sample
-from nexrl.spec.algorithm import AlgorithmSpec, OverlongPenaltySpec
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 
 
 def shaped_rewards(batch: Batch, algorithm: AlgorithmSpec, reference: ForwardPass) -> NDArray[np.float64]:

@@ -32,14 +32,21 @@ from nexrl.weights.gpu import gpu_for_transfer
 from nexrl.weights.published import PublishedVersions
 from nexrl.weights.publisher import WeightPublisher
 from nexrl.weights.transport import Sender, listening_store
-from nexrl_trainer.build import build_learner, device_of, learner_warnings, prepare_torch, reference_logprobs
+from nexrl_trainer.build import (
+    build_learner,
+    device_of,
+    learner_warnings,
+    prepare_torch,
+    reference_logprobs,
+    teacher_logprobs,
+)
 from nexrl_trainer.gang import Gang, wait_for_gang_end
 from nexrl_trainer.hosted_ranks import HostedRanks
 from nexrl_trainer.leader import Leader
 from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.memory_check import memory_warning
 from nexrl_trainer.other_replica import OtherReplica
-from nexrl_trainer.processor import AlgorithmProcessor, build_processor
+from nexrl_trainer.processor import AlgorithmProcessor, Forward, build_processor
 from nexrl_trainer.rank_processes import start_ranks
 from nexrl_trainer.ranks import LOOPBACK
 from nexrl_trainer.service import ReplicaServicer, TrainerServicer
@@ -62,6 +69,7 @@ async def start(process: ServiceProcess) -> None:
     prepare_torch(spec)
     warning = await asyncio.to_thread(memory_warning, spec, device_of(spec))
     learner = await (_lead(process) if spec.trainer.ranks > 1 else _learn(process))
+    teacher = await asyncio.to_thread(teacher_logprobs, spec)
     pool = process.connect(process.settings.trajectory_pool)
     publisher = WeightPublisher(
         WeightSyncServiceStub(process.connect(process.settings.weight_sync)),
@@ -86,7 +94,7 @@ async def start(process: ServiceProcess) -> None:
     process.spawn(worker.run())
     if spec.algorithm.processor != "external":
         batches = BatchClient(pool, model_tag=spec.model.tag, worker_id=process.settings.instance)
-        process.spawn(_process_batches(worker, _algorithm_processor(process, worker, batches)))
+        process.spawn(_process_batches(worker, _algorithm_processor(process, worker, batches, teacher)))
     process.spawn(report_warnings(process.activity, [*learner_warnings(learner), *filter(None, [warning])]))
     await process.set_ready()
 
@@ -168,7 +176,9 @@ async def _upload(worker: TrainWorker, uploads: Uploads) -> None:
     await uploads.run()
 
 
-def _algorithm_processor(process: ServiceProcess, worker: TrainWorker, client: BatchClient) -> AlgorithmProcessor:
+def _algorithm_processor(
+    process: ServiceProcess, worker: TrainWorker, client: BatchClient, teacher: Forward | None
+) -> AlgorithmProcessor:
     """Build the processor that the experiment names, for this process."""
     experiment, loop = process.experiment, asyncio.get_running_loop()
 
@@ -182,7 +192,7 @@ def _algorithm_processor(process: ServiceProcess, worker: TrainWorker, client: B
     shares_prompts = worker.learner.forward_pass.shares_prompts
     of_model = reference_logprobs(experiment.spec, shares_prompts=shares_prompts)
     reference = base if worker.learner.adapter else of_model
-    processor = build_processor(experiment.spec.algorithm, experiment.folder, policy, reference)
+    processor = build_processor(experiment.spec.algorithm, experiment.folder, policy, reference, teacher)
     trajectories = process.settings.run_dir / TRAJECTORIES_FOLDER
     trajectories.mkdir(exist_ok=True)
     return AlgorithmProcessor(processor, client, process.activity, trajectories, reference)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
-from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation
+from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo
 from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
@@ -30,8 +30,10 @@ from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import PROXIMAL, PROXIMAL_LOSSES
 from nexrl_trainer.micro_batch import MicroBatch
+from nexrl_trainer.moving_reference import MovingReference
 from nexrl_trainer.objective import Objective
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
+from nexrl_trainer.preference import check_pairs, with_preferences
 from nexrl_trainer.ranks import ONE_RANK, Ranks
 from nexrl_trainer.step_metrics import LossMetrics, LossTotals, OptimizerMetrics, StepMetrics, no_loss, step_metrics
 from nexrl_trainer.tensor_slices import SavedTensors, own_slice
@@ -81,6 +83,8 @@ class Learner:
         set_up_layers(model, settings.layers)
         ranks.shard(model)
         self.optimizer = MasterOptimizer(model, settings.algorithm)
+        follows = settings.algorithm.reference
+        self._moving_reference = None if follows is None else MovingReference(model, follows)
         self._objective = Objective(settings.algorithm, settings.folder)
         self._held_weights, self._held_training = HostCopies(), HostCopies()
         self._held_states = 0
@@ -92,6 +96,7 @@ class Learner:
         each update would have failed: no weight has changed then, unless the user's loss raised (`is_between_steps`).
         """
         algorithm = self.settings.algorithm
+        batch = self._with_moving_reference(batch)
         made: list[tuple[LossMetrics, OptimizerMetrics]] = []
         failures: list[TrainingFailedError] = []
         for part in self._with_proximal(batch).parts(algorithm.mini_batches) * algorithm.epochs:
@@ -114,9 +119,12 @@ class Learner:
         return self.forward_pass.logprobs(batch)
 
     def forward_reference(self, batch: TrainBatch) -> NDArray[np.float32]:
-        """Return the log-probabilities under the base of the adapter, 0 where no token is trained. Shape [N]."""
-        assert self.adapter is not None
-        with self.adapter.off():
+        """Return the log-probabilities under the reference model that the learner has, 0 elsewhere. Shape [N].
+
+        That is the base of the adapter, or the reference model that follows the policy.
+        """
+        assert self.adapter or self._moving_reference
+        with self.adapter.off() if self.adapter else self._moving_reference.in_place_of_policy():
             return self.forward_pass.logprobs(batch)
 
     def forward_backward(
@@ -126,11 +134,17 @@ class Learner:
 
         `algorithm` replaces the algorithm of the settings for this call. `denominator` is that of `token_weights`, and
         is required when the step has several batches. Raises InvalidArgumentError if the loss needs reference
-        log-probabilities and the batch has none.
+        log-probabilities, or pairs, and the batch has none.
         """
         objective = Objective(algorithm, self.settings.folder) if algorithm else self._objective
         algorithm = objective.algorithm
-        _check_reference(batch, algorithm)
+        _check_columns(batch, algorithm)
+        if isinstance(algorithm, Dpo):
+            if denominator is not None:
+                raise InvalidArgumentError(
+                    "forward_backward: denominator: loss dpo needs all pairs of a step in one batch"
+                )
+            batch = with_preferences(batch, self.forward_pass.logprobs(batch), algorithm)
         constant_tokens = algorithm.constant_tokens if isinstance(algorithm, ConstantAggregation) else None
         weights_N = token_weights(batch, algorithm.aggregation, denominator, constant_tokens=constant_tokens)
         totals = LossTotals(self.model.device)
@@ -167,6 +181,8 @@ class Learner:
         """Count the step: its updates make the next version of the policy."""
         self._objective.coefficients.end_step()
         self.step += 1
+        if self._moving_reference:
+            self._moving_reference.follow(self.step)
         self.is_between_steps = True
 
     def clear_gradients(self) -> None:
@@ -177,7 +193,7 @@ class Learner:
     def check_batch(self, batch: TrainBatch) -> None:
         """Raise what `forward_backward` raises for a batch that it cannot train, before it computes anything."""
         self.forward_pass.check_batch(batch)
-        _check_reference(batch, self.settings.algorithm)
+        _check_columns(batch, self.settings.algorithm)
 
     def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None, device: torch.device = _HOST) -> Snapshot:
         """Return a packed copy of the trained weights (`nexrl.weights.packing.snapshot`)."""
@@ -225,7 +241,15 @@ class Learner:
                 set_state(state)
         self.optimizer.load_tensors(training)
         self._objective.coefficients.load_tensors(training)
+        if self._moving_reference:
+            self._moving_reference.load_tensors(training)
         self.step = step
+
+    def _with_moving_reference(self, batch: TrainBatch) -> TrainBatch:
+        """Add log-probabilities under the reference model, if it follows the policy: only a step knows it."""
+        if self._moving_reference is None:
+            return batch
+        return replace(batch, reference_logprobs_N=self.forward_reference(batch))
 
     def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probabilities under the current weights, if the loss compares later updates of the step with them."""
@@ -238,6 +262,8 @@ class Learner:
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes besides weights. What all ranks have in common, rank 0 writes."""
         optimizer = self.optimizer.tensors() | self._objective.coefficients.tensors()
+        if self._moving_reference:
+            optimizer |= self._moving_reference.tensors()
         if self.ranks.rank:
             optimizer = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
         own = {_name_at(name, self.ranks.rank): state for name, (state, _) in _random_states(self.model.device).items()}
@@ -289,9 +315,11 @@ class MockLearner(Learner):
         return OptimizerMetrics(step=self.step + 1, lr=0.0, grad_norm=0.0)
 
 
-def _check_reference(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
-    if algorithm.kl_coefficient and batch.reference_logprobs_N is None:
-        raise InvalidArgumentError("train batch: reference_logprobs_N: needed, since klCoefficient is not 0")
+def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
+    if algorithm.needs_reference and batch.reference_logprobs_N is None:
+        raise InvalidArgumentError("train batch: reference_logprobs_N: needed for klCoefficient and loss dpo")
+    if isinstance(algorithm, Dpo):
+        check_pairs(batch)
 
 
 def _name_at(name: str, rank: int) -> str:

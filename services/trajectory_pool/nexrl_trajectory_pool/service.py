@@ -216,8 +216,8 @@ class TrainBatchPoolServicer(TrainBatchPoolServiceServicer):
         batch, put_id = request.train_batch, request.request_id
         pool = self._pools[batch.model_tag]
         # In a thread: a large batch would keep all other calls waiting.
-        kl_coefficient, max_tokens = pool.spec.algorithm.kl_coefficient, pool.spec.max_sequence_tokens
-        await asyncio.to_thread(check_train_batch, batch.tensors, pool.vocabulary_size, kl_coefficient, max_tokens)
+        algorithm, max_tokens = pool.spec.algorithm, pool.spec.max_sequence_tokens
+        await asyncio.to_thread(check_train_batch, batch.tensors, pool.vocabulary_size, algorithm, max_tokens)
         batch.put_id, batch.dropped = put_id, False
         payload = batch.SerializeToString()
         await pool.training.put_train_batch(

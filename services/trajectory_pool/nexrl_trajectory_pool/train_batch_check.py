@@ -3,25 +3,26 @@
 from collections.abc import Mapping
 
 from nexrl.errors import InvalidArgumentError, Violation
+from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import tensor_pb2 as pb
 
 
 def check_train_batch(
-    tensors: Mapping[str, pb.Tensor], vocabulary_size: int | None, kl_coefficient: float, max_tokens: int
+    tensors: Mapping[str, pb.Tensor], vocabulary_size: int | None, algorithm: AlgorithmSpec, max_tokens: int
 ) -> None:
     """Raise InvalidArgumentError if the trainer cannot train a batch of these tensors, at any attempt."""
-    violation = _violation(decode_train_batch(tensors), vocabulary_size, kl_coefficient, max_tokens)
+    violation = _violation(decode_train_batch(tensors), vocabulary_size, algorithm, max_tokens)
     if violation:
         raise InvalidArgumentError(str(violation), violations=[violation])
 
 
 def _violation(
-    batch: TrainBatch, vocabulary_size: int | None, kl_coefficient: float, max_tokens: int
+    batch: TrainBatch, vocabulary_size: int | None, algorithm: AlgorithmSpec, max_tokens: int
 ) -> Violation | None:
-    if kl_coefficient and batch.reference_logprobs_N is None:
-        return Violation("tensors[reference_logprobs]", "missing; algorithm.klCoefficient is not 0")
+    if algorithm.needs_initial_model and batch.reference_logprobs_N is None:
+        return Violation("tensors[reference_logprobs]", "missing; algorithm.klCoefficient and loss dpo need it")
     longest = int(batch.lengths_B.max(initial=0))
     if longest > max_tokens:
         return Violation("tensors[lengths]", f"{longest} tokens; at most {max_tokens} (inference.maxTokensPerRow)")

@@ -6,10 +6,13 @@ them with the bytes that a real step allocates.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-from nexrl.plan.model_size import ModelSize
+from nexrl.errors import naming
+from nexrl.plan.model_size import ModelSize, size_of
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.model import PathModel
 
 LOGITS_CHUNK_BYTES = 128 * 2**20
 LOGITS_BLOCK_BYTES = 4 * 2**20
@@ -31,11 +34,16 @@ class Training:
     adapter_rank: int = 0
     """Rank of the LoRA adapters that are trained in float32 instead of the weights; 0 = the weights are trained."""
     has_muon: bool = False
+    teacher_parameters: int = 0
+    has_moving_reference: bool = False
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "Training":
-        """Return those of an experiment. A sequence that is longer than the limit is computed alone."""
-        trainer = spec.trainer
+        """Return those of an experiment. A sequence that is longer than the limit is computed alone.
+
+        Raises what `size_of` raises, for the teacher.
+        """
+        trainer, teacher = spec.trainer, spec.algorithm.teacher
         ranks = trainer.replicas * trainer.processes_per_replica
         return cls(
             ITEM_BYTES[spec.model.dtype],
@@ -44,11 +52,13 @@ class Training:
             trainer.activation_checkpointing == "full",
             # With adapters, the reference model is the trainer's own, without them.
             has_reference=spec.model.lora is None
-            and bool(spec.algorithm.kl_coefficient or spec.algorithm.kl_reward_coefficient),
+            and (spec.algorithm.needs_initial_model or spec.algorithm.kl_reward_coefficient > 0),
             # Otherwise the memory of the previous version is used again.
             keeps_two_snapshots=spec.weight_sync.path is not None,
             adapter_rank=spec.model.lora.rank if spec.model.lora else 0,
             has_muon=spec.algorithm.optimizer == "muon",
+            has_moving_reference=spec.algorithm.reference is not None,
+            teacher_parameters=_parameters(teacher.path) if teacher else 0,
         )
 
 
@@ -60,7 +70,9 @@ class RankMemory:
     masters: int
     gradients: int
     optimizer: int
+    moving_reference: int
     reference: int
+    teacher: int
     gathered: int
     activations: int
     logits: int
@@ -70,12 +82,17 @@ class RankMemory:
     @property
     def state(self) -> int:
         """Bytes that every step needs, whatever its batch."""
-        return self.weights + self.masters + self.gradients + self.optimizer
+        return self.weights + self.masters + self.gradients + self.optimizer + self.moving_reference
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of the models that are not trained. They are not sharded: rank 0 has them."""
+        return self.reference + self.teacher
 
     @property
     def step(self) -> int:
         """Bytes at the peak of a step."""
-        return self.state + self.reference + self.gathered + self.activations + self.logits
+        return self.state + self.frozen + self.gathered + self.activations + self.logits
 
     @property
     def total(self) -> int:
@@ -93,7 +110,10 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         masters=0 if item == 4 or training.adapter_rank else shard * 4,
         gradients=trained * 4,
         optimizer=_moment_bytes(size, training, training.ranks),
-        reference=size.parameters * item if training.has_reference else 0,  # not sharded, on rank 0
+        # Its own weights, and those of the policy while it takes their place.
+        moving_reference=shard * (4 + item) if training.has_moving_reference else 0,
+        reference=size.parameters * item if training.has_reference else 0,
+        teacher=training.teacher_parameters * item,
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
         activations=activation_bytes(size, training),
         logits=_logits_bytes(size, training),
@@ -134,7 +154,14 @@ def checkpoint_bytes(size: ModelSize, training: Training) -> int:
     """Return the size of one checkpoint: trained weights, masters of 16-bit weights, moments."""
     trained = _trained(size, training)
     own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
-    return trained.parameters * own + _moment_bytes(size, training, ranks=1)
+    reference = trained.parameters * 4 if training.has_moving_reference else 0
+    return trained.parameters * own + _moment_bytes(size, training, ranks=1) + reference
+
+
+@cache  # `nexrl plan` asks once for each remedy, and a GGUF file takes seconds
+def _parameters(teacher: str) -> int:
+    with naming("algorithm.teacher"):
+        return size_of(PathModel(path=teacher)).parameters
 
 
 def _moment_bytes(size: ModelSize, training: Training, ranks: int) -> int:

@@ -4,68 +4,34 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from nexrl.spec.correction import CorrectionSpec
+from nexrl.spec.overlong_penalty import OverlongPenaltySpec
+from nexrl.spec.reference_model import ReferenceSpec
 from nexrl.spec.section import (
     Count,
     CountOrZero,
+    Limit,
     NameOrReference,
     Ratio,
     Reference,
-    Section,
     code,
     refuse_key,
     written_out,
 )
+from nexrl.spec.teacher import TeacherSpec
 from nexrl.spec.variants import VariantSection
 
 GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std", "max_rl", "pass_at_k")
 """Advantages that compare the samples of a group."""
 BATCH_BASELINES = ("batch_mean_std",)
 """Advantages that compare all samples of the batch, whatever their groups."""
+DISTILLATION = "distillation"
+"""The advantage that ignores rewards: only the teacher's term is left."""
+WITHOUT_ADVANTAGES = ("cross_entropy", "dpo")
+"""Losses that do not use advantages."""
 
 MAX_KL_COEFFICIENT = 100.0
 MAX_ENTROPY_COEFFICIENT = 10.0
-
-Limit = Annotated[float, Field(gt=0, le=1e9)]
-
-
-class RatioBand(Section):
-    """Ratios of the trainer's probability to the one that the rollout recorded; both ends are inside."""
-
-    low: Annotated[float, Field(ge=0, le=1)] = Field(description="Lowest ratio.")
-    high: Annotated[float, Field(ge=1, le=1e9)] = Field(description="Highest ratio.")
-
-
-class CorrectionSpec(Section):
-    """Which tokens are left out because trainer and engine, or two policy versions, disagree about them."""
-
-    token_band: RatioBand | None = Field(
-        default=None, description="A token whose ratio is outside is left out (IcePop uses 0.5 to 5)."
-    )
-    sequence_band: RatioBand | None = Field(
-        default=None, description="A trajectory whose geometric mean of ratios is outside is left out."
-    )
-    veto_ratio: Ratio = Field(
-        default=0.0, description="A trajectory with a token of a lower ratio is left out; 0 = none is."
-    )
-    negative_drift: Limit | None = Field(
-        default=None,
-        description="A trajectory with a negative advantage is left out if the mean of log p_rollout - log p over its "
-        "tokens is larger (off-policy sequence masking of DeepSeek-V3.2).",
-    )
-
-
-class OverlongPenaltySpec(Section):
-    """A penalty that grows linearly with the tokens that a sample generated (DAPO's soft overlong punishment)."""
-
-    after_tokens: CountOrZero = Field(description="Generated tokens without a penalty.")
-    full_tokens: Count = Field(description="Generated tokens from which the penalty is full.")
-    penalty: Limit = Field(default=1.0, description="The full penalty, subtracted from the reward.")
-
-    @model_validator(mode="after")
-    def _grows(self) -> Self:
-        if self.full_tokens <= self.after_tokens:
-            raise refuse_key("fullTokens", self.full_tokens, f"must be above afterTokens ({self.after_tokens})")
-        return self
 
 
 class AlgorithmSpec(VariantSection):
@@ -103,6 +69,10 @@ class AlgorithmSpec(VariantSection):
         le=MAX_KL_COEFFICIENT,
         description="Weight of the KL penalty against the initial model (with model.lora its base); 0 = none.",
     )
+    reference: ReferenceSpec | None = Field(
+        default=None,
+        description="How the reference model of klCoefficient and loss dpo follows the policy; none = it is frozen.",
+    )
     kl_target: Limit | None = Field(
         default=None,
         description="KL penalty per token (the metric reference_kl) which klCoefficient follows, from its value here, "
@@ -122,6 +92,12 @@ class AlgorithmSpec(VariantSection):
         description="Weight of a KL penalty in the reward of a sample: the sum of log p_rollout - log p_initial over "
         "the tokens that it generated (k1); with model.lora, initial is its base. 0 = none. Only processor builtin "
         "uses it.",
+    )
+    teacher: TeacherSpec | None = Field(
+        default=None,
+        description="A frozen model whose log-probabilities are compared with those of the policy, token by token. "
+        "Samples of equal rewards are trained then, too. Rank 0 of the trainer has it, in model.dtype. none = no "
+        "distillation.",
     )
     overlong_penalty: OverlongPenaltySpec | None = Field(
         default=None, description="A penalty on the reward of long samples. Only processor builtin uses it."
@@ -185,6 +161,16 @@ class AlgorithmSpec(VariantSection):
         default=1.0, gt=0, le=1e6, description="Largest norm of the gradient; a larger gradient is scaled down to it."
     )
 
+    @property
+    def needs_reference(self) -> bool:
+        """True if a train batch needs log-probabilities under the reference model."""
+        return self.kl_coefficient > 0 or self.loss == "dpo"
+
+    @property
+    def needs_initial_model(self) -> bool:
+        """True if these are known before the step that trains the batch: the reference model is frozen."""
+        return self.needs_reference and self.reference is None
+
     @model_validator(mode="after")
     def _falls_if_it_says_how(self) -> Self:
         says_how = self.learning_rate_decay != "linear" or self.decay_steps is not None
@@ -201,6 +187,23 @@ class AlgorithmSpec(VariantSection):
         if self.kl_target is not None and self.kl_coefficient == 0:
             reason = "needs klCoefficient, which it multiplies; set one above 0, such as 0.05"
             raise refuse_key("klTarget", self.kl_target, reason)
+        return self
+
+    @model_validator(mode="after")
+    def _compares_with_what_moves(self) -> Self:
+        if self.reference is not None and not self.needs_reference:
+            reason = "no loss is compared with it; set klCoefficient above 0, or loss dpo"
+            raise refuse_key("reference", self.reference.model_dump(), reason)
+        return self
+
+    @model_validator(mode="after")
+    def _asks_the_teacher(self) -> Self:
+        if self.teacher is not None and self.processor == "external":
+            raise refuse_key("processor", self.processor, "only the trainer asks the teacher; remove teacher")
+        if self.teacher is None and getattr(self, "advantage", None) == DISTILLATION:
+            raise refuse_key("teacher", None, f"is missing; advantage {DISTILLATION} needs it")
+        if self.teacher is not None and self.loss in WITHOUT_ADVANTAGES:
+            raise refuse_key("teacher", self.teacher.path, f"loss {self.loss} does not use advantages; remove teacher")
         return self
 
     @model_validator(mode="after")
@@ -222,7 +225,7 @@ class Grpo(AlgorithmSpec):
     type: Literal["grpo"] = Field(default="grpo", description="Group-relative policy optimisation.")
     advantage: Annotated[
         str,
-        NameOrReference(GROUP_BASELINES + BATCH_BASELINES),
+        NameOrReference((*GROUP_BASELINES, *BATCH_BASELINES, DISTILLATION)),
         code("a function", "rewards_B", "groups_B"),
         written_out("group_mean"),
     ] = Field(
@@ -234,7 +237,8 @@ class Grpo(AlgorithmSpec):
         "baseline). pass_at_k: for sets of passK samples of the group, each with its best reward: the mean over the "
         "sets that contain the sample, minus the mean over all, divided by their standard deviation (Pass@k training). "
         "batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
-        "(REINFORCE++). `module:name`: a nexrl.algorithm.Advantage of yours.",
+        "(REINFORCE++). distillation: 0, so that the teacher alone decides. `module:name`: a nexrl.algorithm.Advantage "
+        "of yours.",
     )
     pass_k: Annotated[int, Field(ge=1, le=1023)] | None = Field(
         default=None,
@@ -344,6 +348,24 @@ class CrossEntropy(AlgorithmSpec):
     """Maximum likelihood of the trained tokens, whatever their advantages; use it with zeroVarianceGroups keep."""
 
     loss: Literal["cross_entropy"] = Field(description="Cross-entropy.")
+
+
+class Dpo(AlgorithmSpec):
+    """Direct preference optimization: in each group, better samples are preferred to worse ones (DPO)."""
+
+    loss: Literal["dpo"] = Field(description="DPO.")
+    beta: Limit = Field(default=0.1, description="Weight of the log ratio to the reference model.")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="Share of pairs whose order counts as wrong (conservative DPO)."
+    )
+
+    @model_validator(mode="after")
+    def _keeps_pairs_together(self) -> Self:
+        if self.mini_batches > 1:
+            raise refuse_key("miniBatches", self.mini_batches, "loss dpo needs both samples of a pair; use 1")
+        if self.correction != CorrectionSpec():
+            raise refuse_key("correction", self.correction.model_dump(), "loss dpo has no ratio to correct; remove it")
+        return self
 
 
 class OwnLoss(AlgorithmSpec):

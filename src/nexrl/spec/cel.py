@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from nexrl.spec.algorithm import GROUP_BASELINES
+from nexrl.spec.algorithm import DISTILLATION, GROUP_BASELINES, WITHOUT_ADVANTAGES
 from nexrl.spec.choices import Node
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.marks import may_change
@@ -56,6 +56,43 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "algorithm",
+        "reference",
+        "!has(self.reference) || self.klCoefficient > 0.0 || self.loss == 'dpo'",
+        "no loss is compared with it; set klCoefficient above 0, or loss dpo",
+    ),
+    Rule(
+        "algorithm",
+        "processor",
+        "!has(self.teacher) || self.processor != 'external'",
+        "only the trainer asks the teacher; remove teacher",
+    ),
+    Rule(
+        "algorithm",
+        "teacher",
+        f"has(self.teacher) || !has(self.advantage) || self.advantage != '{DISTILLATION}'",
+        f"advantage {DISTILLATION} needs it",
+    ),
+    Rule(
+        "algorithm",
+        "teacher",
+        f"!has(self.teacher) || !(self.loss in {list(WITHOUT_ADVANTAGES)})",
+        "this loss does not use advantages; remove teacher",
+    ),
+    Rule(
+        "algorithm",
+        "miniBatches",
+        "self.loss != 'dpo' || self.miniBatches == 1",
+        "loss dpo needs both samples of a pair; use 1",
+    ),
+    Rule(
+        "algorithm",
+        "correction",
+        "self.loss != 'dpo' || !has(self.correction.tokenBand) && !has(self.correction.sequenceBand)"
+        " && self.correction.vetoRatio == 0.0 && !has(self.correction.negativeDrift)",
+        "loss dpo has no ratio to correct; remove it",
+    ),
+    Rule(
+        "algorithm",
         "klTarget",
         "!has(self.klTarget) || self.klCoefficient > 0.0",
         "needs klCoefficient, which it multiplies; set one above 0, such as 0.05",
@@ -106,6 +143,12 @@ RULES: Sequence[Rule] = (
         "self.algorithm.optimizer != 'muon' || self.trainer.replicas == 1 && self.trainer.processesPerReplica == 1"
         " && !has(self.model.lora)",
         "muon needs whole matrices, which neither several ranks nor model.lora have; use adamw",
+    ),
+    Rule(
+        "",
+        "algorithm.reference",
+        "!has(self.algorithm.reference) || !has(self.model.lora)",
+        "with model.lora the reference model is the base, which does not move; remove it",
     ),
     Rule(
         "",

@@ -172,6 +172,15 @@ class ExperimentSpec(Section):
 
     @field_validator("algorithm")
     @classmethod
+    def _moves_no_base(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
+        model: ModelSpec | None = info.data.get("model")
+        if algorithm.reference is not None and model is not None and model.lora is not None:
+            reason = "with model.lora the reference model is the base, which does not move; remove it"
+            raise refuse_key("reference", algorithm.reference.model_dump(), reason)
+        return algorithm
+
+    @field_validator("algorithm")
+    @classmethod
     def _has_groups_of_more_than_k(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
         pool: TrajectoryPoolSpec | None = info.data.get("trajectory_pool")
         pass_k = algorithm.pass_k if isinstance(algorithm, Grpo) else None

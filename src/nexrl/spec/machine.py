@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from nexrl.code_reference import load_reference, refused_arguments, unfit
 from nexrl.datasets import DatasetError, open_dataset, open_datasets
 from nexrl.errors import InvalidArgumentError, Violation
+from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.experiment import Experiment, ExperimentSpec
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.marks import marked_values
@@ -29,6 +30,7 @@ def missing_on_this_machine(
     sections = _readable_sections(document) if experiment is None else dict(experiment.spec)
     checks: dict[str, Callable[[Any], list[Violation]]] = {
         "model": _missing_model,
+        "algorithm": _missing_teacher,
         "inference": _missing_inference,
         "resume": _missing_resume,
         "logger": _missing_logger,
@@ -87,7 +89,7 @@ def _readable_sections(document: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     sections = {}
     # These have the same name in the file and in Python.
-    for name in ("model", "data", "inference", "validation", "resume", "logger"):
+    for name in ("model", "algorithm", "data", "inference", "validation", "resume", "logger"):
         with suppress(ValidationError, KeyError):
             adapter = TypeAdapter[Any](cast(Any, ExperimentSpec.model_fields[name].annotation))
             sections[name] = _without_wrong_keys(adapter, name, spec[name])
@@ -116,7 +118,13 @@ def _drop(section: Any, path: Sequence[str | int]) -> None:
 
 
 def _missing_model(model: ModelSpec) -> list[Violation]:
-    return _missing_base(model) + _missing_adapter(model)
+    base = _missing_weights("spec.model.path", model.path) if isinstance(model, PathModel) else []
+    return base + _missing_adapter(model)
+
+
+def _missing_teacher(algorithm: AlgorithmSpec) -> list[Violation]:
+    teacher = algorithm.teacher
+    return [] if teacher is None else _missing_weights("spec.algorithm.teacher.path", teacher.path)
 
 
 def _missing_adapter(model: ModelSpec) -> list[Violation]:
@@ -127,10 +135,7 @@ def _missing_adapter(model: ModelSpec) -> list[Violation]:
     return [Violation("spec.model.lora.initialAdapter", described)]
 
 
-def _missing_base(model: ModelSpec) -> list[Violation]:
-    if not isinstance(model, PathModel):
-        return []
-    key, path = "spec.model.path", model.path
+def _missing_weights(key: str, path: str) -> list[Violation]:
     if path.startswith("package:"):
         package = path.removeprefix("package:")
         is_installed = package.isidentifier() and importlib.util.find_spec(package) is not None

@@ -97,6 +97,7 @@ Reference = Annotated[str, Field(pattern=f"^{REFERENCE_PATTERN}$", max_length=25
 """A `module:name` of a function. A mark with the key CODE after it says that something else is needed."""
 Seconds = Annotated[float, Field(gt=0, le=604_800)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
+Limit = Annotated[float, Field(gt=0, le=1e9)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Replicas = Annotated[int, Field(ge=1, le=1024)]

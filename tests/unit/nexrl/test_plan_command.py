@@ -75,6 +75,20 @@ def test_folder_without_a_readable_model_is_refused(tmp_path: Path, content: str
         size_of(PathModel(path=str(tmp_path)))
 
 
+def test_a_teacher_is_planned_whole_on_rank_0(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN_BILLION))
+    plain, taught = (
+        trainer_role(SIZE, _spec(trainer={"steps": 1, "processesPerReplica": 2}, algorithm=algorithm), PLENTY)
+        for algorithm in ({}, {"teacher": {"path": str(tmp_path)}})
+    )
+    assert taught.parts["teacher"] == 12 * 2
+    assert taught.parts["peak of a step"] - plain.parts["peak of a step"] == 12 * 2
+    with pytest.raises(InvalidArgumentError, match=r"algorithm\.teacher: .*cannot be read"):
+        Training.of(_spec(algorithm={"teacher": {"path": str(tmp_path / "nowhere")}}))
+
+
 def test_plan_needs_no_torch(tmp_path: Path) -> None:
     spec = small_experiment().model_dump(mode="json", by_alias=True, exclude_none=True)
     (tmp_path / "experiment.yaml").write_text(json.dumps(spec))

@@ -161,7 +161,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"algorithm": {"loss": "hinge"}},
             "spec.algorithm.loss",
-            ['"hinge"', "ppo_clip, decoupled_ppo, gspo, cispo, dppo_tv, sapo, reinforce, cross_entropy, or `mod"],
+            ['"hinge"', "ppo_clip, decoupled_ppo, gspo, cispo, dppo_tv, sapo, reinforce, cross_entropy, dpo, or `mod"],
         ),
         ({"algorithm": {"loss": "cispo", "clipLow": 0.1}}, "spec.algorithm.clipLow", ["0.1", "only loss ppo_clip"]),
         ({"algorithm": {"lossConfig": {"a": 1}}}, "spec.algorithm.lossConfig", ["only loss module:name"]),
@@ -170,7 +170,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"algorithm": {"advantage": "mean"}},
             "spec.algorithm.advantage",
-            ['"mean"', "batch_mean_std, or `module:name`"],
+            ['"mean"', "distillation, or `module:name`"],
         ),
         (
             {"algorithm": {"learningRateDecay": "cosine"}},

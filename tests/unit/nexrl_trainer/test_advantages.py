@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import combinations
 from math import comb
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexrl.algorithm import Advantage
-from nexrl.spec.algorithm import BATCH_BASELINES, GROUP_BASELINES, AlgorithmSpec
+from nexrl.spec.algorithm import BATCH_BASELINES, DISTILLATION, GROUP_BASELINES, AlgorithmSpec
 from nexrl_trainer.advantages import (
     ADVANTAGES,
     advantage_function,
@@ -32,11 +31,11 @@ GROUPS_B = np.array([7, 3, 7, 3, 7])
 
 
 def test_the_names_are_those_of_the_experiment_file() -> None:
-    assert set(ADVANTAGES) == {*GROUP_BASELINES, *BATCH_BASELINES}
+    assert set(ADVANTAGES) == {*GROUP_BASELINES, *BATCH_BASELINES, DISTILLATION}
 
 
 def named(advantage: str) -> Advantage:
-    keys: dict[str, Any] = {"pass_k": 2} if advantage == "pass_at_k" else {}
+    keys = {"pass_at_k": {"pass_k": 2}, DISTILLATION: {"teacher": {"path": "x"}}}.get(advantage, {})
     return advantage_function(AlgorithmSpec.model_validate({"advantage": advantage, **keys}), Path())
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nexrl.algorithm import LossInputs
-from nexrl.spec.algorithm import AlgorithmSpec, CorrectionSpec, RatioBand
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.correction import CorrectionSpec, RatioBand
 from nexrl_trainer.correction import left_out
 from nexrl_trainer.losses import PROXIMAL
 from nexrl_trainer.objective import Objective

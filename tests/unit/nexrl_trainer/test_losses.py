@@ -29,6 +29,7 @@ from nexrl_trainer.losses import (
     sequence_means,
     token_entropy,
 )
+from nexrl_trainer.preference import PREFERENCE_LOSSES
 
 Array: TypeAlias = NDArray[np.float64]
 Reference: TypeAlias = Callable[[Array, Array, Array, NDArray[np.int64]], tuple[Array, Array]]
@@ -218,7 +219,9 @@ def test_one_token_with_an_absurd_logprob_leaves_every_gradient_finite(name: str
 
 
 def test_the_names_are_those_of_the_experiment_file() -> None:
-    assert set(losses.LOSSES) == {value_of(variant, "loss") for variant in variants(AlgorithmSpec)["loss"]} - {None}
+    assert {*losses.LOSSES, *PREFERENCE_LOSSES} == {
+        value_of(variant, "loss") for variant in variants(AlgorithmSpec)["loss"]
+    } - {None}
 
 
 def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size() -> None:

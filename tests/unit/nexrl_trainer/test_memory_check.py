@@ -7,7 +7,7 @@ import torch
 
 from nexrl.errors import InvalidArgumentError
 from nexrl.plan.model_size import size_of
-from nexrl.plan.training import Training, rank_memory
+from nexrl.plan.training import RankMemory, Training, rank_memory
 from nexrl.spec import ExperimentSpec
 from nexrl_trainer import memory_check
 from nexrl_trainer.memory_check import compare, memory_warning
@@ -24,8 +24,12 @@ def _spec(**trainer: object) -> ExperimentSpec:
     return small_experiment(trainer={"steps": 4, **trainer}).spec
 
 
+def _memory(spec: ExperimentSpec) -> RankMemory:
+    return rank_memory(size_of(spec.model), Training.of(spec))
+
+
 def _least(spec: ExperimentSpec) -> int:
-    memory = rank_memory(size_of(spec.model), Training.of(spec))
+    memory = _memory(spec)
     return memory.weights + memory.masters + memory.optimizer
 
 
@@ -35,16 +39,16 @@ def test_experiment_that_fits_has_no_warning() -> None:
 
 def test_weights_and_optimizer_that_do_not_fit_are_refused_with_the_numbers() -> None:
     spec = _spec()
-    size, least = size_of(spec.model), _least(spec)
+    memory, least = _memory(spec), _least(spec)
     with pytest.raises(InvalidArgumentError, match=r"weights and optimizer need .* MiB, but the GPU has .* MiB"):
-        compare(size, spec, "cuda", least - 1)
+        compare(memory, spec, "cuda", least - 1)
     with pytest.raises(InvalidArgumentError, match="this machine, or its cgroup, has"):
-        compare(size, spec, "cpu", least - 1)
+        compare(memory, spec, "cpu", least - 1)
 
 
 def test_activations_that_do_not_fit_are_a_warning_only() -> None:
     spec = _spec()
-    warning = compare(size_of(spec.model), spec, "cpu", _least(spec))
+    warning = compare(_memory(spec), spec, "cpu", _least(spec))
     assert "a step may need" in warning
     assert "if a micro-batch has 8192 tokens" in warning
     assert "trainer.activationCheckpointing" in warning
@@ -52,10 +56,10 @@ def test_activations_that_do_not_fit_are_a_warning_only() -> None:
 
 def test_ranks_share_the_memory_of_a_cpu_and_have_a_gpu_each() -> None:
     spec = _spec(processesPerReplica=4)
-    size = size_of(spec.model)
-    assert "a step may need" in compare(size, spec, "cuda", _least(spec))
+    memory = _memory(spec)
+    assert "a step may need" in compare(memory, spec, "cuda", _least(spec))
     with pytest.raises(InvalidArgumentError, match="weights and optimizer"):
-        compare(size, spec, "cpu", _least(spec))
+        compare(memory, spec, "cpu", _least(spec))
 
 
 def test_model_of_unknown_size_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,20 @@ def test_state_of_muon_is_planned_to_the_byte(dtype: Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_moving_reference_is_planned_to_the_byte(dtype: Dtype) -> None:
+    model = _model(dtype)
+    size = size_of(model)
+    algorithm = AlgorithmSpec.model_validate({"kl_coefficient": 0.1, "reference": {"decay": 0.9}})
+    learner = Learner(build_model(model, seed=0), LearnerSettings(algorithm, 4))
+    plain, follower = (Training(plan.ITEM_BYTES[dtype], 1, TOKENS, has_moving_reference=has) for has in (False, True))
+    assert learner._moving_reference
+    held = sum(tensor.nbytes for tensor in learner._moving_reference.tensors().values())
+    policy = sum(tensor.nbytes for _, tensor in iter_weights(learner.model))
+    assert rank_memory(size, follower).state - rank_memory(size, plain).state == held + policy
+    assert checkpoint_bytes(size, follower) - checkpoint_bytes(size, plain) == held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_of_adapters_is_planned_to_the_byte(dtype: Dtype) -> None:
     lora = LoraSpec(rank=4, alpha=8)
     model = _model(dtype).model_copy(update={"lora": lora})

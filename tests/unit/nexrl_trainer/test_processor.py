@@ -12,7 +12,8 @@ from nexrl.client import BatchClient
 from nexrl.errors import NexrlError
 from nexrl.rollout_worker import with_columns
 from nexrl.rpc.client import connect
-from nexrl.spec.algorithm import AlgorithmSpec, OverlongPenaltySpec
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.v1.activity_service_pb2 import Module
 from nexrl.v1.trajectory_pb2 import VERDICT_OK, VERDICT_TRUNCATED, Group, PolicySpan, SampleResult, Trajectory
 from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
@@ -24,7 +25,7 @@ def forward(logprob: float) -> Forward:
     return lambda batch: np.where(batch.loss_mask_N, np.float32(logprob), np.float32(0))
 
 
-POLICY, REFERENCE = forward(-0.75), forward(-2.0)
+POLICY, REFERENCE, TEACHER = forward(-0.75), forward(-2.0), forward(-1.0)
 
 
 class Builder:
@@ -34,7 +35,7 @@ class Builder:
         self._client, self.folder = client, folder
 
     def __call__(self, **algorithm: object) -> AlgorithmProcessor:
-        processor = build_processor(AlgorithmSpec.model_validate(algorithm), self.folder, POLICY, REFERENCE)
+        processor = build_processor(AlgorithmSpec.model_validate(algorithm), self.folder, POLICY, REFERENCE, TEACHER)
         activity = ActivityTracker(Module(name="trainer"), None)
         return AlgorithmProcessor(processor, self._client, activity, self.folder, REFERENCE)
 
@@ -249,6 +250,34 @@ async def test_reference_logprobs_are_added_where_the_loss_has_a_penalty(build: 
     batch, _ = build(kl_coefficient=0.1).fit(lease())
     assert batch.reference_logprobs_N is not None
     assert batch.reference_logprobs_N.tolist() == [0, -2, -2] * 2
+
+
+async def test_dpo_trains_pairs_of_a_group_with_reference_logprobs(build: Builder) -> None:
+    batch, metrics = build(loss="dpo").fit(lease())
+    assert batch.columns["pair"].tolist() == [1, -1]
+    assert batch.advantages_N.tolist() == [1.0] * 3 + [-1.0] * 3
+    assert batch.reference_logprobs_N is not None
+    assert metrics["preference_pairs"] == 1
+
+
+async def test_reference_logprobs_of_a_moving_reference_are_left_to_the_step(build: Builder) -> None:
+    batch, _ = build(kl_coefficient=0.1, reference={"decay": 0.9}).fit(lease())
+    assert batch.reference_logprobs_N is None
+
+
+async def test_dpo_pairs_no_sample_that_is_dropped(build: Builder) -> None:
+    batch, metrics = build(loss="dpo", truncated_samples="drop").fit(lease())
+    assert (len(batch.lengths_B), metrics["preference_pairs"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("advantage", "of_rewards"), [("group_mean", [0.5, -0.5, 0, 0]), ("distillation", [0] * 4)])
+async def test_a_teacher_judges_each_token_also_of_samples_whose_rewards_are_equal(
+    build: Builder, advantage: str, of_rewards: list[float]
+) -> None:
+    batch, metrics = build(advantage=advantage, teacher={"path": "teacher", "coefficient": 2.0}).fit(lease())
+    expected_BT = np.array(of_rewards)[:, None] + 2.0 * np.array([0, -1.0 + 0.5, -1.0 + 0.25])
+    np.testing.assert_allclose(batch.advantages_N.reshape(4, 3), expected_BT)
+    assert metrics["teacher_kl"] == pytest.approx(0.625)
 
 
 async def test_columns_of_trajectories_reach_the_train_batch(build: Builder) -> None:

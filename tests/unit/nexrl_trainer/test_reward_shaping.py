@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nexrl.algorithm import Batch, Sample, Trajectory
-from nexrl.spec.algorithm import AlgorithmSpec, OverlongPenaltySpec
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.train_batch import TrainSequence
 from nexrl_trainer.reward_shaping import kl_sums, overlong_penalties, shaped_rewards
 

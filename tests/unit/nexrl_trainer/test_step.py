@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.models import iter_weights
-from nexrl.spec.algorithm import AlgorithmSpec, CorrectionSpec, RatioBand
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.correction import CorrectionSpec, RatioBand
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer.losses import LOSSES, PROXIMAL
 from nexrl_trainer.step import Learner

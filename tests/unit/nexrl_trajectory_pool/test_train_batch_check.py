@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 
 from nexrl.errors import InvalidArgumentError
+from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import encode_train_batch
 from nexrl.v1 import tensor_pb2 as pb
 from nexrl_trajectory_pool.train_batch_check import check_train_batch
+
+PLAIN, PENALIZED = AlgorithmSpec(), AlgorithmSpec(kl_coefficient=0.1)
 
 
 def tensors(token: int = 6, **columns: Any) -> dict[str, pb.Tensor]:
@@ -18,28 +21,31 @@ def tensors(token: int = 6, **columns: Any) -> dict[str, pb.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("token", "kl_coefficient", "message"),
+    ("token", "algorithm", "message"),
     [
-        (7, 0.0, "tensors[token_ids]: 7; the model has 7 tokens"),
-        (-1, 0.0, "tensors[token_ids]: -1; must be at least 0"),
-        (6, 0.1, "tensors[reference_logprobs]: missing; algorithm.klCoefficient is not 0"),
+        (7, PLAIN, "tensors[token_ids]: 7; the model has 7 tokens"),
+        (-1, PLAIN, "tensors[token_ids]: -1; must be at least 0"),
+        (6, PENALIZED, "tensors[reference_logprobs]: missing; algorithm.klCoefficient and loss dpo need it"),
+        (6, AlgorithmSpec(loss="dpo"), "tensors[reference_logprobs]: missing"),
     ],
 )
-def test_a_batch_that_no_trainer_can_train_is_refused(token: int, kl_coefficient: float, message: str) -> None:
+def test_a_batch_that_no_trainer_can_train_is_refused(token: int, algorithm: AlgorithmSpec, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(message)) as refusal:
-        check_train_batch(tensors(token), 7, kl_coefficient, 2)
+        check_train_batch(tensors(token), 7, algorithm, 2)
     assert [violation.field for violation in refusal.value.violations] == [message.partition(":")[0]]
 
 
 @pytest.mark.parametrize("vocabulary_size", [7, None])
 def test_a_batch_that_a_trainer_can_train_is_accepted(vocabulary_size: int | None) -> None:
-    check_train_batch(tensors(), vocabulary_size, 0.0, 2)
-    check_train_batch(tensors(reference_logprobs=[0.0, -1.0]), vocabulary_size, 0.1, 2)
-    check_train_batch(encode_train_batch(TrainBatch.pack([])), vocabulary_size, 0.0, 2)
+    check_train_batch(tensors(), vocabulary_size, PLAIN, 2)
+    check_train_batch(tensors(reference_logprobs=[0.0, -1.0]), vocabulary_size, PENALIZED, 2)
+    check_train_batch(encode_train_batch(TrainBatch.pack([])), vocabulary_size, PLAIN, 2)
+    follower = AlgorithmSpec.model_validate({"kl_coefficient": 0.1, "reference": {"decay": 0.9}})
+    check_train_batch(tensors(), vocabulary_size, follower, 2)  # only the step knows its reference
 
 
 def test_a_sequence_for_which_the_model_has_too_few_positions_is_refused() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"tensors\[lengths\]: 2 tokens; at most 1 \(inference\.maxTokensPerRow\)"
     ):
-        check_train_batch(tensors(), 7, 0.0, 1)
+        check_train_batch(tensors(), 7, PLAIN, 1)
