@@ -136,10 +136,18 @@ class AlgorithmSpec(VariantSection):
         description="Tokens and trajectories that are left out of the loss because they are too far off-policy. The "
         "weights of the others do not change.",
     )
-    zero_variance_groups: Literal["keep", "drop"] = Field(
+    zero_variance_groups: Literal["keep", "drop", "refill"] = Field(
         default="drop",
-        description="Whether samples that are compared with each other take part in forward and backward passes if "
-        "their rewards are all equal, before any penalty.",
+        description="What becomes of samples that are compared with each other if their rewards are all equal, before "
+        "any penalty. keep: they are trained. drop: they take part in no forward and backward pass, so the batch is "
+        "smaller. refill: the pool drops a group of them when it ends, and grants another task in its place, so the "
+        "batch is made of groups that differ (DAPO's dynamic sampling).",
+    )
+    refill_limit: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=10,
+        description="Groups that may be refilled before a batch is formed, as a multiple of the groups of a batch. "
+        "Beyond it such groups fill up the batch, and are left out of the passes. Only zeroVarianceGroups refill "
+        "uses it.",
     )
     mini_batches: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
@@ -194,6 +202,12 @@ class AlgorithmSpec(VariantSection):
                 1,
                 "the learning rate is constant, so learningRateDecay and decaySteps change nothing; use a lower ratio",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _refills_what_it_limits(self) -> Self:
+        if self.zero_variance_groups != "refill" and self.refill_limit != 10:
+            raise refuse_key("refillLimit", self.refill_limit, "needs zeroVarianceGroups refill, which it limits")
         return self
 
     @model_validator(mode="after")
