@@ -7,6 +7,7 @@ import pytest
 from nexrl_trajectory_pool.ledger import GrantedBatch, Ledger, ProducedSample
 from tests.support.clock import Clock
 from tests.support.ledger import Make, fill_batch, produced, train
+from tests.support.pool import Deploy, grouped
 
 EQUAL = {"0.0": "1.0", "0.1": "1.0"}
 """The first task's rewards."""
@@ -147,3 +148,20 @@ async def test_a_replayed_step_is_made_of_the_same_groups(make: Make) -> None:
     assert await train(ledger, again, range(2)) == seen
     await fill_batch(ledger)
     assert not (await ledger.audit()).findings
+
+
+@pytest.mark.guide("I1")
+async def test_groups_of_equal_rewards_are_refilled_up_to_the_limit_that_the_experiment_names(deploy: Deploy) -> None:
+    pool = await deploy(algorithm={"zeroVarianceGroups": "refill", "refillLimit": 1})
+    await pool.fill()  # all rewards are 1
+    assert dict((await pool.state()).dropped) == {"equal_rewards": 4}  # the limit: as many groups as a batch has
+    batch = (await pool.lease_batch()).lease
+    assert (batch.refilled_groups, list(grouped(batch))) == (2, ["2", "3"])
+
+
+@pytest.mark.guide("I1")
+async def test_groups_of_equal_rewards_are_not_refilled_unless_the_experiment_says_so(deploy: Deploy) -> None:
+    pool = await deploy()
+    await pool.fill()
+    assert (await pool.lease_batch()).lease.refilled_groups == 0
+    assert not (await pool.state()).dropped

@@ -100,23 +100,6 @@ async def test_groups_across_tasks_that_nothing_can_fill_are_released_smaller(de
     assert grouped(batch) == {"domain=a": ["0.0", "0.1"], "domain=b": ["1.0"], "domain=c": ["1.1"]}
 
 
-@pytest.mark.guide("I1")
-async def test_groups_of_equal_rewards_are_refilled_up_to_the_limit_that_the_experiment_names(deploy: Deploy) -> None:
-    pool = await deploy(algorithm={"zeroVarianceGroups": "refill", "refillLimit": 1})
-    await pool.fill()  # all rewards are 1
-    assert dict((await pool.state()).dropped) == {"equal_rewards": 4}  # the limit: as many groups as a batch has
-    batch = (await pool.lease_batch()).lease
-    assert (batch.refilled_groups, list(grouped(batch))) == (2, ["2", "3"])
-
-
-@pytest.mark.guide("I1")
-async def test_groups_of_equal_rewards_are_not_refilled_unless_the_experiment_says_so(deploy: Deploy) -> None:
-    pool = await deploy()
-    await pool.fill()
-    assert (await pool.lease_batch()).lease.refilled_groups == 0
-    assert not (await pool.state()).dropped
-
-
 async def test_a_trajectory_without_a_grouping_key_is_refused(deploy: Deploy) -> None:
     pool = await deploy(trajectoryPool={"batchSize": 4, "groupSize": 2, "keyList": ["domain"]})
     sample = (await pool.lease()).leases[0].samples[0]

@@ -81,8 +81,7 @@ class WorkerRules(LedgerHistory):
 
     @rule(fails=flags)
     def put_all_that_is_held(self, fails: bool) -> None:
-        """Put all leased samples. Colours, ages and rewards differ: some groups stay incomplete, are stale, or have equal
-        rewards."""
+        """Put all leased samples. Groups stay incomplete, are stale, or have equal rewards, each some of them."""
         held = [sample for grant in self.grants for task in grant.tasks for sample in task.samples]
         for which, (sample_id, attempt) in enumerate(held):
             sample = self.model.samples.get(sample_id)

@@ -144,7 +144,7 @@ class ExperimentSpec(Section):
         trainer: TrainerSpec | None = info.data.get("trainer")
         advantage = algorithm.advantage if isinstance(algorithm, Grpo) and algorithm.processor == "builtin" else None
         is_trained = trainer is not None and trainer.backend != "mock"
-        is_alone = pool is not None and (pool.group_size == 1 or not pool.key_list)
+        is_alone = pool is not None and not pool.compares_samples
         if is_trained and is_alone and advantage in GROUP_BASELINES:
             raise refuse_key(
                 "advantage",
@@ -160,7 +160,7 @@ class ExperimentSpec(Section):
         pool: TrajectoryPoolSpec | None = info.data.get("trajectory_pool")
         if algorithm.zero_variance_groups != "refill":
             return algorithm
-        if pool is not None and (pool.group_size == 1 or not pool.key_list):
+        if pool is not None and not pool.compares_samples:
             raise refuse_key(
                 "zeroVarianceGroups",
                 "refill",
