@@ -73,8 +73,8 @@ Advantage: TypeAlias = Callable[[NDArray[np.floating[Any]], NDArray[np.integer[A
 """Computes one advantage per sample.
 
 Called as `advantage(rewards_B, groups_B)`. `groups_B` holds any labels: samples with equal labels are compared with
-each other. With `algorithm.zeroVarianceGroups: drop`, groups whose rewards are all equal are not trained, whatever
-their advantage.
+each other. With `algorithm.zeroVarianceGroups` drop or refill, groups whose rewards are all equal are not trained,
+whatever their advantage.
 """
 
 
@@ -131,6 +131,8 @@ class Batch:
 
     batch_id: int
     groups: Sequence[Sequence[Sample]]
+    refilled_groups: int = 0
+    """Groups that the pool dropped while it filled this batch (`algorithm.zeroVarianceGroups: refill`)."""
 
     @property
     def samples(self) -> Sequence[Sample]:

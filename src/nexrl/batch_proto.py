@@ -10,7 +10,8 @@ from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 
 def decode_batch(lease: pool_pb.BatchLease) -> Batch:
     """Return the batch of a lease. Raises InvalidArgumentError for a column that cannot be read."""
-    return Batch(lease.batch_id, [[_sample(sample) for sample in group.samples] for group in lease.groups])
+    groups = [[_sample(sample) for sample in group.samples] for group in lease.groups]
+    return Batch(lease.batch_id, groups, lease.refilled_groups)
 
 
 def _sample(sample: pb.SampleResult) -> Sample:

@@ -214,6 +214,19 @@ async def test_groups_across_tasks_and_stale_groups_are_no_exception(redis: Redi
     assert injected > 10
 
 
+@pytest.mark.parametrize("scoped", [True, False])
+async def test_groups_that_are_refilled_are_no_exception(redis: Redis, experiment_name: str, scoped: bool) -> None:
+    scene = Scene(redis, key_prefix(f"{experiment_name}-{scoped}", "default"), scoped=scoped, max_refilled=9)
+    await scene.ledger.resume("", 0, 0)
+    results = produced(await scene.ledger.lease_tasks("", 2, 60), rewards={"0.0": "1.0", "0.1": "1.0"})
+    await scene.ledger.put_samples("", results[:1])
+    injected, is_changed = await fail_at_every_command(scene, lambda s: s.ledger.put_samples("id", results[1:]))
+    assert is_changed
+    assert injected >= 3
+    await scene.inject(0)
+    assert (await scene.ledger.state()).dropped == {"equal_rewards": 2}
+
+
 async def test_the_second_failure_of_a_train_batch_and_a_ledger_that_was_lost_are_no_exception(
     redis: Redis, experiment_name: str
 ) -> None:

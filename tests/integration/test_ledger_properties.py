@@ -18,7 +18,7 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 from nexrl.errors import LeaseLostError
 from nexrl_trajectory_pool.ledger import SCRIPT, Ledger
 from tests.support.ledger import rules
-from tests.support.ledger_model import BATCH_SIZE, GROUPINGS, LEASE_SECONDS, READINESS, flags, pick, seldom
+from tests.support.ledger_model import BATCH_SIZE, GROUPINGS, LEASE_SECONDS, READINESS, REFILLS_ALL, flags, pick, seldom
 from tests.support.ledger_rules import TrainerRules, WorkerRules
 
 HISTORIES = int(os.environ.get("NEXRL_LEDGER_HISTORIES", "30"))
@@ -39,6 +39,7 @@ class LedgerMachine(WorkerRules, TrainerRules):
         max_queued=st.integers(1, 3),
         release_incomplete=flags,
         total_steps=st.sampled_from([3, 1000]),
+        max_refilled=st.sampled_from([0, 2, REFILLS_ALL]),
     )
     def begin(self, grouping: str, readiness: str, **limits: Any) -> None:
         self.grouping = grouping

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 POOL = "services/trajectory_pool/nexrl_trajectory_pool/"
 LUA = POOL + "ledger/"
 LEDGER = "tests/integration/test_ledger.py::"
+LEDGER_REFILL = "tests/integration/test_ledger_refill.py::"
 LEDGER_TRAINING = "tests/integration/test_ledger_training.py::"
 LEDGER_FORGETTING = "tests/integration/test_ledger_forgetting.py::"
 FAULTS = "tests/integration/test_ledger_faults.py"

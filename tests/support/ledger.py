@@ -1,5 +1,7 @@
 """Helpers that make ledger tests short."""
 
+from collections.abc import Mapping
+
 from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import UNLIMITED, Grant, Ledger, LedgerRules, ProducedSample
 from tests.support.clock import Clock
@@ -21,10 +23,18 @@ def rules(**changes: object) -> LedgerRules:
     return LedgerRules(**(values | changes))  # type: ignore[arg-type]
 
 
-def produced(grant: Grant, version: int = 0) -> list[ProducedSample]:
-    """Return a good result for every sample of a grant."""
+def produced(grant: Grant, version: int = 0, rewards: Mapping[str, str] | None = None) -> list[ProducedSample]:
+    """Return a good result for every sample of a grant. Rewards differ, but for the samples that `rewards` names."""
     return [
-        ProducedSample(sample, attempt, None, task.task, version, f"payload-{sample}".encode())
+        ProducedSample(
+            sample,
+            attempt,
+            None,
+            task.task,
+            version,
+            f"payload-{sample}".encode(),
+            reward=(rewards or {}).get(sample, sample),
+        )
         for task in grant.tasks
         for sample, attempt in task.samples
     ]

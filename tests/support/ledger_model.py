@@ -22,6 +22,8 @@ GROUPINGS = {
     "by colour, across tasks": {"group_size": 2, "scoped": False},
     "none": {"group_size": 1, "scoped": False},
 }
+REFILLS_ALL = 1000
+"""As `max_refilled`: more than the groups of any history."""
 READINESS = {
     "batch_size": {"needs_size": True, "needs_idle": False},
     "loaded_batch_finished": {"needs_size": False, "needs_idle": True},
@@ -42,6 +44,7 @@ class Sample:
     deadline: float
     failures: int = 0
     state: str = "leased"
+    reward: str = ""
 
 
 @dataclass

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from nexrl.errors import FailedPreconditionError, LeaseLostError
-from nexrl_trajectory_pool.ledger import ProducedSample
+from nexrl_trajectory_pool.ledger import GrantedBatch, ProducedSample
 from nexrl_trajectory_pool.ledger.names import MAX_TRAININGS
 from tests.support.ledger_model import (
     COLOURS,
     LEASE_SECONDS,
+    REFILLS_ALL,
     Batch,
     InHand,
     LedgerHistory,
@@ -40,8 +41,15 @@ class WorkerRules(LedgerHistory):
             failures = before.failures if before else 0
             self.model.samples[sample_id] = Sample(attempt, self.now + LEASE_SECONDS, failures)
 
-    @rule(which=pick, colour=st.sampled_from(COLOURS), age=st.integers(0, 2), fails=flags, twice=flags)
-    def put(self, which: int, colour: str, age: int, fails: bool, twice: bool) -> None:
+    @rule(
+        which=pick,
+        colour=st.sampled_from(COLOURS),
+        age=st.integers(0, 2),
+        reward=st.sampled_from(["0.0", "1.0"]),
+        fails=flags,
+        twice=flags,
+    )
+    def put(self, which: int, colour: str, age: int, reward: str, fails: bool, twice: bool) -> None:
         if not (held := [(g, t, s) for g in self.grants for t in g.tasks for s in t.samples]):
             return
         _, task, (sample_id, attempt) = held[which % len(held)]
@@ -58,6 +66,7 @@ class WorkerRules(LedgerHistory):
             group,
             max(0, self.model.version - age),
             sample_id.encode(),
+            reward=reward,
         )
         (outcome,) = self.request(lambda r: self.ledger.put_samples(r, [result]), twice=twice)
         expected = self.model.outcome(sample_id, attempt)
@@ -67,18 +76,19 @@ class WorkerRules(LedgerHistory):
         if expected == "new":
             sample = self.model.samples[sample_id]
             expected = self.model.fail(sample, self.limits.max_attempts) if fails else "ACCEPTED"
-            sample.state = "produced" if not fails else sample.state
+            sample.state, sample.reward = (sample.state, "") if fails else ("produced", reward)
         assert outcome == expected
 
     @rule(fails=flags)
     def put_all_that_is_held(self, fails: bool) -> None:
-        """Put all leased samples. Colours and ages differ, so some groups stay incomplete and some are stale."""
+        """Put all leased samples. Groups stay incomplete, are stale, or have equal rewards, each some of them."""
         held = [sample for grant in self.grants for task in grant.tasks for sample in task.samples]
         for which, (sample_id, attempt) in enumerate(held):
             sample = self.model.samples.get(sample_id)
             if sample and (sample.state, sample.attempt) == ("leased", attempt):
                 group, k = (int(part.partition("-")[0]) for part in sample_id.split("."))
-                self.put(which, COLOURS[(group + k) % 2], k * (group % 3), fails and k == 1, twice=False)
+                reward = "1.0" if k and group % 4 else "0.0"
+                self.put(which, COLOURS[(group + k) % 2], k * (group % 3), reward, fails and k == 1, twice=False)
 
     @rule(which=pick, renews=flags, twice=flags)
     def renew_or_return(self, which: int, renews: bool, twice: bool) -> None:
@@ -120,6 +130,7 @@ class ProcessorRules(LedgerHistory):
             taken = {sample for batch in self.model.batches.values() for sample in batch.samples}
             assert not taken & set(samples), "no sample is in two batches"
             assert all(self.model.samples[sample.decode()].state == "produced" for sample in samples)
+            self.check_rewards(granted)
         else:
             assert known.samples == samples, "a batch stays as it was formed"
             assert known.state == "formed" or granted.batch in to_this
@@ -154,13 +165,22 @@ class ProcessorRules(LedgerHistory):
             with pytest.raises(LeaseLostError):
                 self.request(act, twice=False)
 
+    def check_rewards(self, batch: GrantedBatch) -> None:
+        """Check that a new batch has no group of equal rewards if as many as there can be are refilled."""
+        assert batch.refilled_groups <= self.limits.max_refilled
+        # Groups that a smaller limit keeps may go into a later batch. Those of one task are refilled together or not.
+        if self.limits.max_refilled < REFILLS_ALL or self.grouping == "by task and colour":
+            return
+        for _, payloads in batch.groups:
+            assert len({self.model.samples[sample.decode()].reward for sample in payloads}) > 1
+
     def is_used_up(self) -> bool:
         batched = {sample.decode() for batch in self.model.batches.values() for sample in batch.samples}
         waiting = [s for s, sample in self.model.samples.items() if sample.state == "produced" and s not in batched]
         state = self.run(self.ledger.state())
         busy = [s for s in self.model.samples.values() if s.state in ("open", "leased")]
         # At the end, a produced sample that is in no batch was dropped with its group.
-        dropped = state.dropped.get("stale", 0) + state.dropped.get("incomplete_group", 0)
+        dropped = sum(state.dropped.get(reason, 0) for reason in ("stale", "incomplete_group", "equal_rewards"))
         return not busy and len(waiting) == dropped and state["cursor"] == self.limits.positions
 
 

@@ -18,7 +18,8 @@ from nexrl.algorithm import Advantage
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.exception_text import exception_text
-from nexrl.spec.algorithm import BATCH_BASELINES, DISTILLATION, AlgorithmSpec, Grpo
+from nexrl.spec.advantages import BATCH_BASELINES, DISTILLATION
+from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl_trainer.best_of_k import best_of_k_differences
 
 FloatArray = NDArray[np.floating[Any]]

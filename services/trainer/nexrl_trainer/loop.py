@@ -346,7 +346,7 @@ class TrainWorker:
         if self._untrainable_batches and self._untrainable_batches % UNTRAINABLE_BATCHES == 0:
             await self._activity.report(
                 f"no sample of the last {self._untrainable_batches} batches could be trained: each group's rewards "
-                "are equal (algorithm.zeroVarianceGroups: drop), all samples were cut at the token limit "
+                "are equal (algorithm.zeroVarianceGroups), all samples were cut at the token limit "
                 "(truncatedSamples: drop), or the algorithm processor returned no sequences",
                 work_context=f"step {self.learner.step}",
                 severity=SEVERITY_WARNING,

@@ -55,7 +55,7 @@ class GroupProcessor(Processor):
             for trajectory in sample.trajectories
         ]
         metrics = {
-            "zero_variance_group_fraction": _group_share(equal_S, groups_S),
+            "zero_variance_group_fraction": _group_share(equal_S, groups_S, batch.refilled_groups),
             "advantage_std": float(advantages_S.std()),
             "reward_penalty_mean": float((batch.rewards_B - rewards_S).mean()),
         }
@@ -173,6 +173,7 @@ def batch_metrics(lease: pool_pb.BatchLease) -> dict[str, float]:
     lengths = [sum(t.loss_mask) for t in trajectories]
     metrics = {
         "samples": float(len(samples)),
+        "refilled_groups": float(lease.refilled_groups),
         "reward_mean": fmean(t.reward for t in trajectories),
         "response_tokens": fmean(lengths),
         "truncated_fraction": fmean(sample.verdict == pb.VERDICT_TRUNCATED for sample in samples),
@@ -219,7 +220,7 @@ def _dropped(batch: Batch, equal_S: NDArray[np.bool_], algorithm: AlgorithmSpec)
     """Return which samples count in the baseline and are not trained."""
     truncated_S = np.array([sample.is_truncated for sample in batch.samples])
     dropped_S = np.zeros_like(equal_S)
-    if algorithm.zero_variance_groups == "drop" and algorithm.teacher is None:  # a teacher tells equal samples apart
+    if algorithm.zero_variance_groups != "keep" and algorithm.teacher is None:  # a teacher tells equal samples apart
         dropped_S |= equal_S & ~_stands_alone(batch, algorithm)
     if algorithm.truncated_samples == "drop":
         dropped_S |= truncated_S
@@ -235,5 +236,6 @@ def _stands_alone(batch: Batch, algorithm: AlgorithmSpec) -> NDArray[np.bool_]:
     return alone_S
 
 
-def _group_share(chosen_S: NDArray[np.bool_], groups_S: NDArray[Any]) -> float:
-    return len(np.unique(groups_S[chosen_S])) / len(np.unique(groups_S))
+def _group_share(equal_S: NDArray[np.bool_], groups_S: NDArray[Any], refilled: int) -> float:
+    """Return the share of groups of equal rewards, with those that the pool has `refilled`."""
+    return (len(np.unique(groups_S[equal_S])) + refilled) / (len(np.unique(groups_S)) + refilled)

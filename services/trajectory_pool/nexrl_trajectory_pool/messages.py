@@ -112,7 +112,7 @@ def lease_batch_response(tag: str, batch: GrantedBatch | None, exhausted: bool) 
     if batch is not None:
         lease = response.lease
         lease.batch_id, lease.attempt, lease.model_tag = batch.batch, batch.attempt, tag
-        lease.data_cursor = batch.data_cursor
+        lease.data_cursor, lease.refilled_groups = batch.data_cursor, batch.refilled_groups
         for name, payloads in batch.groups:  # filled in place: assigning a message copies it
             lease.groups.add(group_id=name).samples.extend(payloads)
     return response

@@ -208,9 +208,17 @@ def training_rules(spec: ExperimentSpec, total: int | None) -> LedgerRules:
         max_queued=spec.train_batch_pool.max_queued,
         max_payload_bytes=pool.max_payload_bytes,
         total_steps=spec.trainer.steps,
+        max_refilled=max_refilled(spec),
         needs_size=pool.readiness != "loaded_batch_finished",
         needs_idle=pool.readiness != "batch_size",
     )
+
+
+def max_refilled(spec: ExperimentSpec) -> int:
+    """Return how many groups of equal rewards may be refilled before one batch is formed."""
+    pool, algorithm = spec.trajectory_pool, spec.algorithm
+    is_refilled = algorithm.zero_variance_groups == "refill"
+    return algorithm.refill_limit * pool.batch_size // pool.group_size if is_refilled else 0
 
 
 def is_bounded_by_staleness(spec: ExperimentSpec) -> bool:

@@ -69,7 +69,10 @@ def _produced(result: packed_pb.PackedSampleResult, payload: bytes, key_list: Se
         )
     versions = [span.policy_version for trajectory in result.trajectories for span in trajectory.spans]
     group = None if key_list is None else group_key(key_list, result.sample_id, result.trajectories[0].metadata)
-    return ProducedSample(result.sample_id, result.attempt, None, group, min(versions), payload, max(versions))
+    reward = result.trajectories[-1].reward + 0.0  # as in nexrl.algorithm.Sample; -0.0 becomes 0.0, which it equals
+    return ProducedSample(
+        result.sample_id, result.attempt, None, group, min(versions), payload, max(versions), repr(reward)
+    )
 
 
 def _violations(

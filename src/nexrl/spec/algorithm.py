@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from nexrl.spec.advantages import ADVANTAGES, DISTILLATION, WITHOUT_ADVANTAGES
 from nexrl.spec.correction import CorrectionSpec
 from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.spec.reference_model import ReferenceSpec
@@ -20,15 +21,6 @@ from nexrl.spec.section import (
 )
 from nexrl.spec.teacher import TeacherSpec
 from nexrl.spec.variants import VariantSection
-
-GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std", "max_rl", "pass_at_k")
-"""Advantages that compare the samples of a group."""
-BATCH_BASELINES = ("batch_mean_std",)
-"""Advantages that compare all samples of the batch, whatever their groups."""
-DISTILLATION = "distillation"
-"""The advantage that ignores rewards: only the teacher's term is left."""
-WITHOUT_ADVANTAGES = ("cross_entropy", "dpo")
-"""Losses that do not use advantages."""
 
 MAX_KL_COEFFICIENT = 100.0
 MAX_ENTROPY_COEFFICIENT = 10.0
@@ -112,15 +104,20 @@ class AlgorithmSpec(VariantSection):
         description="Tokens and trajectories that are left out of the loss because they are too far off-policy. The "
         "weights of the others do not change.",
     )
-    zero_variance_groups: Literal["keep", "drop"] = Field(
+    zero_variance_groups: Literal["keep", "drop", "refill"] = Field(
         default="drop",
-        description="Whether samples that are compared with each other take part in forward and backward passes if "
-        "their rewards are all equal, before any penalty.",
+        description="What becomes of samples that are compared with each other if their rewards are all equal, before "
+        "any penalty. keep: they are trained. drop: they are in no pass, so the batch is smaller. refill: the pool "
+        "drops a group of them when it ends, and grants another task in its place (DAPO's dynamic sampling).",
+    )
+    refill_limit: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=10,
+        description="Groups that may be refilled before a batch is formed, as a multiple of the groups of a batch; "
+        "beyond it such groups fill up the batch, and are in no pass. Only zeroVarianceGroups refill uses it.",
     )
     mini_batches: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
-        description="Parts of a batch, each with an update of its own (PPO). A part has whole trajectories, in their "
-        "order, and its own denominator.",
+        description="Parts of a batch of whole trajectories, each with its own update and denominator (PPO).",
     )
     epochs: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1, description="Times that a batch is trained, one after the other, before the next (PPO)."
@@ -183,17 +180,22 @@ class AlgorithmSpec(VariantSection):
         return self
 
     @model_validator(mode="after")
+    def _refills_what_it_limits(self) -> Self:
+        if self.zero_variance_groups != "refill" and self.refill_limit != 10:
+            raise refuse_key("refillLimit", self.refill_limit, "needs zeroVarianceGroups refill, which it limits")
+        return self
+
+    @model_validator(mode="after")
     def _has_a_penalty_to_adapt(self) -> Self:
         if self.kl_target is not None and self.kl_coefficient == 0:
-            reason = "needs klCoefficient, which it multiplies; set one above 0, such as 0.05"
-            raise refuse_key("klTarget", self.kl_target, reason)
+            raise refuse_key("klTarget", self.kl_target, "needs klCoefficient, which it multiplies; set one above 0")
         return self
 
     @model_validator(mode="after")
     def _compares_with_what_moves(self) -> Self:
         if self.reference is not None and not self.needs_reference:
-            reason = "no loss is compared with it; set klCoefficient above 0, or loss dpo"
-            raise refuse_key("reference", self.reference.model_dump(), reason)
+            described = self.reference.model_dump()
+            raise refuse_key("reference", described, "nothing compares with it; set klCoefficient above 0, or loss dpo")
         return self
 
     @model_validator(mode="after")
@@ -225,7 +227,7 @@ class Grpo(AlgorithmSpec):
     type: Literal["grpo"] = Field(default="grpo", description="Group-relative policy optimisation.")
     advantage: Annotated[
         str,
-        NameOrReference((*GROUP_BASELINES, *BATCH_BASELINES, DISTILLATION)),
+        NameOrReference(ADVANTAGES),
         code("a function", "rewards_B", "groups_B"),
         written_out("group_mean"),
     ] = Field(

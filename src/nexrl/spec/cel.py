@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from nexrl.spec.algorithm import DISTILLATION, GROUP_BASELINES, WITHOUT_ADVANTAGES
+from nexrl.spec.advantages import DISTILLATION, GROUP_BASELINES, WITHOUT_ADVANTAGES
 from nexrl.spec.choices import Node
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.marks import may_change
@@ -58,7 +58,7 @@ RULES: Sequence[Rule] = (
         "algorithm",
         "reference",
         "!has(self.reference) || self.klCoefficient > 0.0 || self.loss == 'dpo'",
-        "no loss is compared with it; set klCoefficient above 0, or loss dpo",
+        "nothing compares with it; set klCoefficient above 0, or loss dpo",
     ),
     Rule(
         "algorithm",
@@ -95,7 +95,7 @@ RULES: Sequence[Rule] = (
         "algorithm",
         "klTarget",
         "!has(self.klTarget) || self.klCoefficient > 0.0",
-        "needs klCoefficient, which it multiplies; set one above 0, such as 0.05",
+        "needs klCoefficient, which it multiplies; set one above 0",
     ),
     Rule(
         "algorithm",

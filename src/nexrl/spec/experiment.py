@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from nexrl.spec.algorithm import GROUP_BASELINES, AlgorithmSpec, Grpo
+from nexrl.spec.advantages import BATCH_BASELINES, GROUP_BASELINES
+from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl.spec.cluster import CodeFiles, ControllerSpec, StorageSpec
 from nexrl.spec.data import DataSpec
 from nexrl.spec.inference import InferenceSpec
@@ -144,13 +145,41 @@ class ExperimentSpec(Section):
         trainer: TrainerSpec | None = info.data.get("trainer")
         advantage = algorithm.advantage if isinstance(algorithm, Grpo) and algorithm.processor == "builtin" else None
         is_trained = trainer is not None and trainer.backend != "mock"
-        is_alone = pool is not None and (pool.group_size == 1 or not pool.key_list)
+        is_alone = pool is not None and not pool.compares_samples
         if is_trained and is_alone and advantage in GROUP_BASELINES:
             raise refuse_key(
                 "advantage",
                 advantage,
                 "it compares the samples of a group, and trajectoryPool.groupSize is 1 or keyList is empty: every "
                 "advantage would be 0; use groupSize 2 or more and a key, batch_mean_std, or an advantage of yours",
+            )
+        return algorithm
+
+    @field_validator("algorithm")
+    @classmethod
+    def _refills_groups_that_differ(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
+        pool: TrajectoryPoolSpec | None = info.data.get("trajectory_pool")
+        if algorithm.zero_variance_groups != "refill":
+            return algorithm
+        if algorithm.teacher is not None:
+            raise refuse_key(
+                "zeroVarianceGroups",
+                "refill",
+                "algorithm.teacher tells samples of equal rewards apart; use keep or drop",
+            )
+        if pool is not None and not pool.compares_samples:
+            raise refuse_key(
+                "zeroVarianceGroups",
+                "refill",
+                "trajectoryPool.groupSize is 1 or keyList is empty: the reward of a sample alone equals itself, so "
+                "every group would be refilled; use groupSize 2 or more and a key, or drop",
+            )
+        if isinstance(algorithm, Grpo) and algorithm.advantage in BATCH_BASELINES:
+            raise refuse_key(
+                "zeroVarianceGroups",
+                "refill",
+                f"advantage {algorithm.advantage} compares the whole batch, so a group of equal rewards is as good as "
+                "any other; use drop, or an advantage that compares the samples of a group",
             )
         return algorithm
 

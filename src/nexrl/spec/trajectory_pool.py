@@ -55,6 +55,11 @@ class TrajectoryPoolSpec(Section):
     replicas: Replicas = Field(default=1, description="Identical pool processes.")
     template: Template = None
 
+    @property
+    def compares_samples(self) -> bool:
+        """Whether a group has samples to compare with each other."""
+        return self.group_size > 1 and bool(self.key_list)
+
     @field_validator("group_size")
     @classmethod
     def _divides_batch_size(cls, group_size: int, info: ValidationInfo) -> int:

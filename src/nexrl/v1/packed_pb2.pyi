@@ -258,6 +258,7 @@ class PackedBatchLease(google.protobuf.message.Message):
     MODEL_TAG_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     DATA_CURSOR_FIELD_NUMBER: builtins.int
+    REFILLED_GROUPS_FIELD_NUMBER: builtins.int
     batch_id: builtins.int
     """As in the mirrored message."""
     attempt: builtins.int
@@ -265,6 +266,8 @@ class PackedBatchLease(google.protobuf.message.Message):
     model_tag: builtins.str
     """As in the mirrored message."""
     data_cursor: builtins.int
+    """As in the mirrored message."""
+    refilled_groups: builtins.int
     """As in the mirrored message."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PackedGroup]:
@@ -278,8 +281,9 @@ class PackedBatchLease(google.protobuf.message.Message):
         model_tag: builtins.str = ...,
         groups: collections.abc.Iterable[Global___PackedGroup] | None = ...,
         data_cursor: builtins.int = ...,
+        refilled_groups: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "batch_id", b"batch_id", "data_cursor", b"data_cursor", "groups", b"groups", "model_tag", b"model_tag"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "batch_id", b"batch_id", "data_cursor", b"data_cursor", "groups", b"groups", "model_tag", b"model_tag", "refilled_groups", b"refilled_groups"]) -> None: ...
 
 Global___PackedBatchLease: typing_extensions.TypeAlias = PackedBatchLease
 

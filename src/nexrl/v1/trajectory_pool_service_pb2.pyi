@@ -190,6 +190,7 @@ class BatchLease(google.protobuf.message.Message):
     MODEL_TAG_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     DATA_CURSOR_FIELD_NUMBER: builtins.int
+    REFILLED_GROUPS_FIELD_NUMBER: builtins.int
     batch_id: builtins.int
     """Number of the batch, from 0: batch b is trained by the step that makes policy version b + 1."""
     attempt: builtins.int
@@ -198,6 +199,10 @@ class BatchLease(google.protobuf.message.Message):
     """The model the batch belongs to."""
     data_cursor: builtins.int
     """Number of items of the data set that this batch and all earlier ones contain. A run without this ledger continues there."""
+    refilled_groups: builtins.int
+    """Groups that were dropped because their rewards are all equal, and replaced by others, since the batch before this one was
+    formed (algorithm.zeroVarianceGroups: refill).
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nexrl.v1.trajectory_pb2.Group]:
         """The groups of the batch; a group is never split."""
@@ -210,8 +215,9 @@ class BatchLease(google.protobuf.message.Message):
         model_tag: builtins.str = ...,
         groups: collections.abc.Iterable[nexrl.v1.trajectory_pb2.Group] | None = ...,
         data_cursor: builtins.int = ...,
+        refilled_groups: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "batch_id", b"batch_id", "data_cursor", b"data_cursor", "groups", b"groups", "model_tag", b"model_tag"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "batch_id", b"batch_id", "data_cursor", b"data_cursor", "groups", b"groups", "model_tag", b"model_tag", "refilled_groups", b"refilled_groups"]) -> None: ...
 
 Global___BatchLease: typing_extensions.TypeAlias = BatchLease
 
@@ -729,7 +735,7 @@ class SampleRecord(google.protobuf.message.Message):
     batch_id: builtins.int
     """The batch that holds it, which is also the step that trains it; absent while there is none."""
     drop_reason: builtins.str
-    """Why it was dropped: a verdict in lower case, "stale" or "incomplete_group"."""
+    """Why it was dropped: a verdict in lower case, "stale", "incomplete_group" or "equal_rewards"."""
     def __init__(
         self,
         *,

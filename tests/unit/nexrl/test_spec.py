@@ -199,6 +199,25 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             "spec.algorithm.optimizer",
             ["whole matrices", "use adamw"],
         ),
+        ({"algorithm": {"refillLimit": 3}}, "spec.algorithm.refillLimit", ["3", "needs zeroVarianceGroups refill"]),
+        (
+            {"algorithm": {"zeroVarianceGroups": "refill", "teacher": {"path": "/models/teacher"}}},
+            "spec.algorithm.zeroVarianceGroups",
+            ["refill", "tells samples of equal rewards apart", "use keep or drop"],
+        ),
+        (
+            {"algorithm": {"zeroVarianceGroups": "refill", "advantage": "batch_mean_std"}},
+            "spec.algorithm.zeroVarianceGroups",
+            ["refill", "batch_mean_std compares the whole batch", "use drop"],
+        ),
+        *(
+            (
+                {"algorithm": {"zeroVarianceGroups": "refill", "type": "mock"}, "trajectoryPool": alone},
+                "spec.algorithm.zeroVarianceGroups",
+                ["refill", "groupSize is 1 or keyList is empty", "or drop"],
+            )
+            for alone in ({"groupSize": 1}, {"keyList": []})
+        ),
         ({"algorithm": {"klTarget": 0.1}}, "spec.algorithm.klTarget", ["needs klCoefficient", "above 0"]),
         ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),
         (
@@ -299,24 +318,6 @@ def test_a_wrong_override_is_refused_like_a_wrong_file(write: Write, override: s
     found = problems(write(), override)
     assert list(found) == [field]
     assert words in found[field]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("spec:\n  model: [1, 2\n  data: {}\n", "line 3"),
-        ("kind: Experiment\nkind: Experiment\n", "line 2: not valid YAML: key 'kind' occurs twice"),
-        ("- 1\n", "a mapping"),
-        ("", "a mapping"),
-        ("a: 1\n---\nb: 2\n", "line 2"),
-        ("a: &a [*a]\n", "Circular"),
-        ("? [1]\n: 2\n", "a key must be text"),
-        ("a: \x00\n", "not valid YAML"),
-    ],
-)
-def test_a_file_that_is_no_yaml_mapping_is_refused_with_the_line(write: Write, text: str, words: str) -> None:
-    (violation,) = validate_file(write(text))
-    assert words in str(violation)
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:

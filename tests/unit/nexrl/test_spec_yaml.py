@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nexrl.spec import Experiment, dump_resolved, load_experiment, load_resolved
+from nexrl.spec import Experiment, dump_resolved, load_experiment, load_resolved, validate_file
 from nexrl.spec.yaml_core import dump, load
 
 
@@ -73,3 +73,23 @@ def test_the_resolved_file_is_the_same_experiment_from_any_folder(tmp_path: Path
 def test_a_resolved_file_is_read_without_its_data(tmp_path: Path) -> None:
     path = write(tmp_path / "resolved.yaml", {"type": "jsonl", "path": "/nowhere.jsonl"}, {"path": "/nowhere"})
     assert load_resolved(path).spec.model.path == "/nowhere"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("spec:\n  model: [1, 2\n  data: {}\n", "line 3"),
+        ("kind: Experiment\nkind: Experiment\n", "line 2: not valid YAML: key 'kind' occurs twice"),
+        ("- 1\n", "a mapping"),
+        ("", "a mapping"),
+        ("a: 1\n---\nb: 2\n", "line 2"),
+        ("a: &a [*a]\n", "Circular"),
+        ("? [1]\n: 2\n", "a key must be text"),
+        ("a: \x00\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_yaml_mapping_is_refused_with_the_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(text)
+    (violation,) = validate_file(path)
+    assert words in str(violation)

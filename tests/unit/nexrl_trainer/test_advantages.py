@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexrl.algorithm import Advantage
-from nexrl.spec.algorithm import BATCH_BASELINES, DISTILLATION, GROUP_BASELINES, AlgorithmSpec
+from nexrl.spec.advantages import BATCH_BASELINES, DISTILLATION, GROUP_BASELINES
+from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl_trainer.advantages import (
     ADVANTAGES,
     advantage_function,

@@ -94,9 +94,19 @@ async def test_metrics_tell_what_a_batch_is_made_of(build: Builder) -> None:
     assert (metrics["truncated_fraction"], metrics["zero_variance_group_fraction"]) == (0.25, 0.5)
 
 
-async def test_groups_without_a_difference_are_left_out_unless_they_are_kept(build: Builder) -> None:
-    batch, _ = build().fit(lease())
+@pytest.mark.parametrize("zero_variance_groups", ["drop", "refill"])
+async def test_groups_without_a_difference_are_left_out_unless_they_are_kept(
+    build: Builder, zero_variance_groups: str
+) -> None:
+    batch, _ = build(zero_variance_groups=zero_variance_groups).fit(lease())
     assert len(batch.lengths_B) == 2
+
+
+async def test_groups_that_the_pool_refilled_count_as_groups_without_a_difference(build: Builder) -> None:
+    refilled = lease()
+    refilled.refilled_groups = 2
+    _, metrics = build(zero_variance_groups="refill").fit(refilled)
+    assert (metrics["refilled_groups"], metrics["zero_variance_group_fraction"]) == (2, 0.75)
 
 
 async def test_a_batch_baseline_does_not_look_for_differences_within_groups(build: Builder) -> None:

@@ -242,3 +242,13 @@ def test_a_group_is_named_by_the_key_list(keys: list[str], name: str) -> None:
 def test_values_with_a_slash_do_not_make_two_groups_one() -> None:
     first, second = {"a": "1/b=2", "b": "3"}, {"a": "1", "b": "2/b=3"}
     assert group_key(["a", "b"], "0.0", first) != group_key(["a", "b"], "0.0", second)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "stored"), [([1.0], "1.0"), ([0.1 + 0.2], "0.30000000000000004"), ([-0.0], "0.0"), ([0.0, 2.0], "2.0")]
+)
+def test_the_reward_of_a_sample_is_that_of_its_last_trajectory_and_equal_rewards_have_equal_texts(
+    rewards: list[float], stored: str
+) -> None:
+    (sample,) = produced_samples([scored(LEASE, *map(trajectory, rewards))], ["task_id"])
+    assert sample.reward == stored

@@ -1,11 +1,5 @@
 -- Batches: ready groups that one step trains on.
 
-local function each_sample(groups, visit)
-  for _, group in ipairs(groups) do
-    for _, id in ipairs(group.samples) do visit(id, split_id(id)) end
-  end
-end
-
 local function drop_stale(entry)
   each_sample(entry.groups, function(_, task, k) drop(task, k, "ready", "stale") end)
   add("ready_credit", -entry.credit)
@@ -87,9 +81,10 @@ local function form_batch(size)
   local name = string.format("%d", batch)
   local fields = {
     groups = cjson.encode(groups), ids = table.concat(ids, " "), n = #ids, state = "formed", attempt = 0,
-    cursor = math.max(0, count("cursor") - count("unused")), sample_bytes = bytes,
+    cursor = math.max(0, count("cursor") - count("unused")), sample_bytes = bytes, refilled = count("refilled"),
   }
   for field, value in pairs(fields) do set(K.batch .. name, field, value) end
+  set_counter("refilled", 0)
   set(K.batch_sizes, name, #ids)
   set_score(K.formed, name, batch)
   return name
@@ -119,7 +114,8 @@ local function lease(batch)
   set(b, "state", "leased")
   set(b, "worker", a.worker)
   return { batch = tonumber(batch), attempt = increase(b, "attempt", 1), groups = cjson.decode(get(b, "groups")),
-           cursor = tonumber(get(b, "cursor")), bytes = tonumber(get(b, "sample_bytes")) }
+           cursor = tonumber(get(b, "cursor")), bytes = tonumber(get(b, "sample_bytes")),
+           refilled = tonumber(get(b, "refilled") or 0) }
 end
 
 function moves.lease_batch()

@@ -35,7 +35,10 @@ class Batches(Moves):
         if None in payloads.values():
             raise LeaseLostError(f"batch {answer['batch']}: the lease was lost")
         groups = tuple((g["name"], tuple(payloads[sample] for sample in g["samples"])) for g in answer["groups"])
-        return GrantedBatch(answer["batch"], answer["attempt"], groups, sample_ids, answer["cursor"]), False
+        granted = GrantedBatch(
+            answer["batch"], answer["attempt"], groups, sample_ids, answer["cursor"], answer["refilled"]
+        )
+        return granted, False
 
     async def return_batch(self, request_id: str, batch: int, attempt: int) -> None:
         """Return a leased batch. Raises LeaseLostError if the lease is not held."""

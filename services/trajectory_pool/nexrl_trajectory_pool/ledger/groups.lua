@@ -1,16 +1,49 @@
 -- Groups: samples that are compared with each other. They wait until their group is complete, or can never be.
 
--- Moves groups to `ready`. They enter a batch together. `cost` is the credit that the batch pays: the samples granted,
--- including lost ones.
-local function release(groups, cost)
-  local oldest, samples = math.huge, 0
+local function each_sample(groups, visit)
   for _, group in ipairs(groups) do
-    for _, id in ipairs(group.samples) do
-      local task, k = split_id(id)
-      oldest = math.min(oldest, tonumber(get(K.task .. task, "v" .. k)))
-      samples = samples + 1
-    end
+    for _, id in ipairs(group.samples) do visit(id, split_id(id)) end
   end
+end
+
+local function drop_groups(groups, reason)
+  each_sample(groups, function(_, task, k) drop(task, k, "grouping", reason) end)
+end
+
+-- True if all rewards are known and equal. A sample alone has nothing that it is compared with.
+local function has_equal_rewards(group)
+  local first
+  for _, id in ipairs(group.samples) do
+    local task, k = split_id(id)
+    local reward = get(K.task .. task, "r" .. k)
+    first = first or reward
+    if not reward or reward ~= first then return false end
+  end
+  return true
+end
+
+-- True if other groups take the place of these: all of them teach nothing, and the limit of the next batch allows it.
+local function are_refilled(groups)
+  if count("refilled") + #groups > a.max_refilled then return false end
+  for _, group in ipairs(groups) do
+    if not has_equal_rewards(group) then return false end
+  end
+  return true
+end
+
+-- Moves groups to `ready`, or drops them if they are refilled. They enter a batch together. `cost` is the credit that the
+-- batch pays: the samples granted, including lost ones.
+local function release(groups, cost)
+  if are_refilled(groups) then
+    add("refilled", #groups)
+    drop_groups(groups, "equal_rewards")
+    return refund(cost)
+  end
+  local oldest, samples = math.huge, 0
+  each_sample(groups, function(_, task, k)
+    oldest = math.min(oldest, tonumber(get(K.task .. task, "v" .. k)))
+    samples = samples + 1
+  end)
   push_back(K.ready, cjson.encode({ groups = groups, oldest = oldest, credit = cost }))
   add("grouping", -samples)
   add("ready", samples)
@@ -49,12 +82,7 @@ end
 -- Releases incomplete groups smaller, or drops them, by policy.
 local function close(groups, cost)
   if a.release_incomplete and #groups > 0 then return release(groups, cost) end
-  for _, group in ipairs(groups) do
-    for _, id in ipairs(group.samples) do
-      local task, k = split_id(id)
-      drop(task, k, "grouping", "incomplete_group")
-    end
-  end
+  drop_groups(groups, "incomplete_group")
   refund(cost)
 end
 
@@ -78,8 +106,9 @@ local function close_stranded()
 end
 
 -- Adds a produced sample to its group.
-local function join_group(task, id, name)
-  local t = K.task .. task
+local function join_group(task, k, result)
+  local t, name = K.task .. task, result.group
+  if a.max_refilled > 0 then set(t, "r" .. k, result.reward) end
   if a.scoped then
     local names = cjson.decode(get(t, "groups") or "[]")
     local is_known = false
@@ -90,24 +119,22 @@ local function join_group(task, id, name)
     end
   end
   local samples = group_of(name).samples
-  samples[#samples + 1] = id
+  samples[#samples + 1] = result.id
   if #samples >= a.group_size then
     increase(t, "credited", a.group_size)
     release({ take_group(name) }, a.group_size)
   end
 end
 
--- Counts a sample that was produced or dropped; the last one of a task closes its groups.
+-- Counts a sample that was produced or dropped; the last one of a task closes its groups. Its caller keeps the rows.
 local function end_sample(task)
   local t = K.task .. task
   if increase(t, "ended", 1) < tonumber(get(t, "n")) then return end
-  increase(t, "left", 1) -- prevents `settle` from deleting the rows before this task is closed
   if a.scoped then
     close_task(task)
   else
     refund(tonumber(get(t, "lost") or 0))
   end
-  settle(task, 1)
   if a.unlimited then wake("ended") end
   wake_for_progress()
 end

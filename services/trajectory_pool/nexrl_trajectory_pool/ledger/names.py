@@ -52,6 +52,8 @@ COUNTERS = frozenset(
         # Samples by state, and since the start.
         *("granted", "open", "leased", "grouping", "ready", "batched", "trained", "durable"),
         *("refunded", "taken", "ready_credit"),
+        # Groups that were dropped for their equal rewards since a batch was formed.
+        "refilled",
         # Positions, numbers and versions.
         *("cursor", "unused", "next_task", "first_task", "next_batch", "asked", "start_steps", "trained_steps"),
         *(

@@ -43,6 +43,8 @@ class LedgerRules:
     is_bounded_by_staleness: bool = True
     """If True, the credit grants samples for `staleness` steps ahead. If False, it grants them for all remaining steps,
     and groups that become stale are dropped."""
+    max_refilled: int = 0
+    """Most groups of equal rewards that are dropped, and others granted instead, before one batch; 0: none ever is."""
     unlimited: bool = False
     """No credit limit: validation, whose samples are never trained."""
 
@@ -80,6 +82,8 @@ class ProducedSample:
     oldest_version: int = 0
     payload: bytes = b""
     newest_version: int = 0
+    reward: str = ""
+    """Equal texts are equal rewards."""
     error: str = ""
     """What failed, for people."""
 
@@ -103,6 +107,8 @@ class GrantedBatch:
     groups: tuple[tuple[str, tuple[bytes, ...]], ...]
     sample_ids: tuple[str, ...]
     data_cursor: int
+    refilled_groups: int = 0
+    """Groups of equal rewards that were dropped while the batch was being filled."""
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,9 @@ local function settle(task, samples)
   delete(K.payloads .. task)
 end
 
+-- Prevents `settle` from deleting the rows of a task before a sample of it has ended, which another `settle` of 1 follows.
+local function keep_rows(task) increase(K.task .. task, "left", 1) end
+
 local function drop(task, k, from, reason)
   add(from, -1)
   add_dropped(reason, 1)

@@ -47,7 +47,7 @@ class Samples(Moves):
         rows = [
             {"id": r.sample_id, "attempt": r.attempt, "oldest": r.oldest_version, "newest": r.newest_version}
             | ({"failure": r.failure, "error": r.error} if r.failure else {})
-            | ({"group": r.group} if r.group else {})
+            | ({"group": r.group, "reward": r.reward} if r.group else {})
             for r in results
         ]
         answer = await self._move("put_samples", request_id, *(r.payload for r in results), results=rows, worker=worker)

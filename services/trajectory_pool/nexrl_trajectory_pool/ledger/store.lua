@@ -9,7 +9,8 @@
 --   meta                 hash    counters: samples by state, cursor, numbers of the next task and batch, versions
 --   task:<id>            hash    pos | item: the data; n: samples granted; ended, left, lost, credited: counts; bytes: of
 --                                its payloads; groups: their names; used: 1 once in a batch;
---                                s<k>: "state:attempt:failures"; v<k>: oldest policy version
+--                                s<k>: "state:attempt:failures"; v<k>: oldest policy version; r<k>: reward, if groups of
+--                                equal rewards are refilled
 --   payloads:<task>      hash    k -> payload of a produced sample
 --   history:<i>          hash    task -> where its samples went, HISTORY_TASKS tasks a key; kept as long as the experiment
 --   batch_sizes          hash    batch -> number of samples, kept as long
@@ -23,7 +24,8 @@
 --   groups               set     names of the groups that wait, where a group may span tasks
 --   ready                list    groups that go into a batch together (JSON), oldest first
 --   batch:<number>       hash    groups, n, state (formed, leased, acked), attempt, worker, cursor; ids: its samples in
---                                order; sample_bytes, train_bytes: of its payloads; put_id; failures: of its training
+--                                order; refilled: groups dropped for their equal rewards while it was being filled;
+--                                sample_bytes, train_bytes: of its payloads; put_id; failures: of its training
 --   formed               zset    batches that may be leased, by number
 --   batch_leases         zset    leased batches by deadline
 --   train_batch:<number> hash    number -> piece of its payload; train_batch:<number>:<id> while it is being put

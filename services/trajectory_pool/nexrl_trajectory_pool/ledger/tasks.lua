@@ -16,7 +16,7 @@ local function lose_sample(task, k, r, verdict)
     return "RETRIED"
   end
   increase(K.task .. task, "lost", 1)
-  increase(K.task .. task, "left", 1) -- prevents `settle` from deleting the rows before this task is closed
+  keep_rows(task)
   drop(task, k, "leased", verdict)
   end_sample(task)
   settle(task, 1)

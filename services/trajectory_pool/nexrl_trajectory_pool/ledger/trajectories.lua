@@ -39,8 +39,10 @@ local function put_one(result, payload)
   add("payload_bytes", #payload)
   add("leased", -1)
   add("grouping", 1)
-  if result.group then join_group(task, result.id, result.group) end
+  keep_rows(task)
+  if result.group then join_group(task, k, result) end
   end_sample(task)
+  settle(task, 1)
   return "ACCEPTED"
 end
 
