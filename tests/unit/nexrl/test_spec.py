@@ -197,13 +197,15 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             "spec.algorithm.zeroVarianceGroups",
             ["refill", "batch_mean_std compares the whole batch", "use drop"],
         ),
-        *(
-            (
-                {"algorithm": {"zeroVarianceGroups": "refill", "type": "mock"}, "trajectoryPool": alone},
-                "spec.algorithm.zeroVarianceGroups",
-                ["refill", "groupSize is 1 or keyList is empty", "or drop"],
-            )
-            for alone in ({"groupSize": 1}, {"keyList": []})
+        (
+            {"algorithm": {"zeroVarianceGroups": "refill", "type": "mock"}, "trajectoryPool": {"groupSize": 1}},
+            "spec.algorithm.zeroVarianceGroups",
+            ["refill", "groupSize is 1 or keyList is empty", "or drop"],
+        ),
+        (
+            {"algorithm": {"zeroVarianceGroups": "refill", "type": "mock"}, "trajectoryPool": {"keyList": []}},
+            "spec.algorithm.zeroVarianceGroups",
+            ["refill", "groupSize is 1 or keyList is empty", "or drop"],
         ),
         ({"algorithm": {"klTarget": 0.1}}, "spec.algorithm.klTarget", ["needs klCoefficient", "above 0"]),
         ({"algorithm": {"eps": 0}}, "spec.algorithm.eps", ["0 is not allowed", "above 0"]),
