@@ -10,7 +10,7 @@ local function drop_groups(groups, reason)
   each_sample(groups, function(_, task, k) drop(task, k, "grouping", reason) end)
 end
 
--- True if all rewards are known and equal. A sample alone has nothing that it is compared with.
+-- True if all rewards are known and equal; also for a sample alone, which has nothing to be compared with.
 local function has_equal_rewards(group)
   local first
   for _, id in ipairs(group.samples) do
