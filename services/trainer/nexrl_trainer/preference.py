@@ -86,7 +86,7 @@ def with_preferences(batch: TrainBatch, logprobs_N: NDArray[np.float32], algorit
     numbers, pair_of_B = np.unique(np.abs(pair_B), return_inverse=True)
     sign_N, pair_N = np.sign(pair_B)[sequence_N], pair_of_B[sequence_N]
     log_ratio_N = np.where(mask_N, logprobs_N.astype(np.float64) - batch.reference_logprobs_N, 0)
-    margin_P = np.bincount(pair_N, weights=sign_N * log_ratio_N)
+    margin_P = np.bincount(pair_N, weights=sign_N * log_ratio_N).astype(np.float64)
     loss_P, slope_P = dpo(margin_P, algorithm.beta, algorithm.label_smoothing)
     tokens_P = np.bincount(pair_N, weights=mask_N)
     loss_N = mask_N * (loss_P / np.maximum(tokens_P, 1))[pair_N] / len(numbers)
