@@ -10,6 +10,7 @@ the second pass, with gradients, is a sum over tokens. The gradient is exact, an
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ _LOSS, _SLOPE = "preference_loss", "preference_slope"
 
 
 def preference_pairs(
-    rewards_S: NDArray[np.float64], groups_S: NDArray[np.int64], kept_S: NDArray[np.bool_]
+    rewards_S: NDArray[np.float64], groups_S: NDArray[np.integer[Any]], kept_S: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """Return the pair of each sample, negative for the worse one; 0 for a sample in no pair.
 

@@ -122,8 +122,11 @@ class Learner:
 
         That is the base of the adapter, or the reference model that follows the policy.
         """
-        assert self.adapter or self._moving_reference
-        with self.adapter.off() if self.adapter else self._moving_reference.in_place_of_policy():
+        if self.adapter:
+            with self.adapter.off():
+                return self.forward_pass.logprobs(batch)
+        assert self._moving_reference is not None
+        with self._moving_reference.in_place_of_policy():
             return self.forward_pass.logprobs(batch)
 
     def forward_backward(
