@@ -105,9 +105,9 @@ def test_pairs_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses, is_lor
     assert_as_on_one_rank(train(case), by_rank)
 
 
-@pytest.mark.parametrize("follows", [{"refresh_every_steps": 2}, {"decay": 0.5}])
+@pytest.mark.parametrize("follows", [{"type": "refreshed", "every_steps": 2}, {"type": "average", "decay": 0.5}])
 def test_a_moving_reference_does_not_depend_on_the_number_of_ranks(
-    ranks: RankProcesses, follows: dict[str, float]
+    ranks: RankProcesses, follows: dict[str, object]
 ) -> None:
     case = RankCase(STEPS, {"loss": "ppo_clip", "kl_coefficient": 1.0, "reference": follows})
     (by_rank,) = ranks.train(2, [case])

@@ -38,7 +38,7 @@ class MovingReference:
     def follow(self, step: int) -> None:
         """Follow the policy, which has made `step` steps."""
         match self._follows:
-            case RefreshedReference(refresh_every_steps=steps):
+            case RefreshedReference(every_steps=steps):
                 if step % steps == 0:
                     for name, weight in self._weights.items():
                         weight.copy_(self._policy[name])

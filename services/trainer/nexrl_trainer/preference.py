@@ -10,6 +10,7 @@ the second pass, with gradients, is a sum over tokens. The gradient is exact, an
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ _LOSS, _SLOPE = "preference_loss", "preference_slope"
 
 
 def preference_pairs(
-    rewards_S: NDArray[np.float64], groups_S: NDArray[np.int64], kept_S: NDArray[np.bool_]
+    rewards_S: NDArray[np.float64], groups_S: NDArray[np.integer[Any]], kept_S: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """Return the pair of each sample, negative for the worse one; 0 for a sample in no pair.
 
@@ -86,7 +87,7 @@ def with_preferences(batch: TrainBatch, logprobs_N: NDArray[np.float32], algorit
     numbers, pair_of_B = np.unique(np.abs(pair_B), return_inverse=True)
     sign_N, pair_N = np.sign(pair_B)[sequence_N], pair_of_B[sequence_N]
     log_ratio_N = np.where(mask_N, logprobs_N.astype(np.float64) - batch.reference_logprobs_N, 0)
-    margin_P = np.bincount(pair_N, weights=sign_N * log_ratio_N)
+    margin_P = np.bincount(pair_N, weights=sign_N * log_ratio_N).astype(np.float64)
     loss_P, slope_P = dpo(margin_P, algorithm.beta, algorithm.label_smoothing)
     tokens_P = np.bincount(pair_N, weights=mask_N)
     loss_N = mask_N * (loss_P / np.maximum(tokens_P, 1))[pair_N] / len(numbers)

@@ -123,8 +123,11 @@ class Learner:
 
         That is the base of the adapter, or the reference model that follows the policy.
         """
-        assert self.adapter or self._moving_reference
-        with self.adapter.off() if self.adapter else self._moving_reference.in_place_of_policy():
+        if self.adapter:
+            with self.adapter.off():
+                return self.forward_pass.logprobs(batch)
+        assert self._moving_reference is not None
+        with self._moving_reference.in_place_of_policy():
             return self.forward_pass.logprobs(batch)
 
     def forward_backward(
@@ -245,12 +248,6 @@ class Learner:
             self._moving_reference.load_tensors(training)
         self.step = step
 
-    def _with_moving_reference(self, batch: TrainBatch) -> TrainBatch:
-        """Add log-probabilities under the reference model, if it follows the policy: only a step knows it."""
-        if self._moving_reference is None:
-            return batch
-        return replace(batch, reference_logprobs_N=self.forward_reference(batch))
-
     def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probabilities under the current weights, if the loss compares later updates of the step with them."""
         algorithm = self.settings.algorithm
@@ -258,6 +255,12 @@ class Learner:
         if algorithm.loss not in PROXIMAL_LOSSES or not has_later:
             return batch
         return replace(batch, columns={**batch.columns, PROXIMAL: self.forward(batch)})
+
+    def _with_moving_reference(self, batch: TrainBatch) -> TrainBatch:
+        """Add log-probabilities under the reference model, if it follows the policy: only a step knows it."""
+        if self._moving_reference is None:
+            return batch
+        return replace(batch, reference_logprobs_N=self.forward_reference(batch))
 
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes besides weights. What all ranks have in common, rank 0 writes."""

@@ -27,19 +27,19 @@ from nexrl.spec import validate_file
         ({"algorithm": {"loss": "dpo", "correction": {"vetoRatio": 0.1}}}, "spec.algorithm.correction", ["remove it"]),
         ({"algorithm": {"loss": "dpo", "labelSmoothing": 0.5}}, "spec.algorithm.labelSmoothing", ["0.5", "below 0.5"]),
         (
-            {"algorithm": {"reference": {"decay": 0.9}}},
+            {"algorithm": {"reference": {"type": "average", "decay": 0.9}}},
             "spec.algorithm.reference",
             ["klCoefficient above 0, or loss dpo"],
         ),
         (
-            {"algorithm": {"klCoefficient": 0.1, "reference": {"decay": 0.9, "refreshEverySteps": 3}}},
-            "spec.algorithm.reference.refreshEverySteps",
-            ["exactly one"],
+            {"algorithm": {"klCoefficient": 0.1, "reference": {"type": "average", "decay": 0.9, "everySteps": 3}}},
+            "spec.algorithm.reference.everySteps",
+            ["only type refreshed has"],
         ),
         (
             {
                 "model": {"scratch": {"alphabet": "01"}, "lora": {"rank": 2, "alpha": 4}},
-                "algorithm": {"klCoefficient": 0.1, "reference": {"decay": 0.9}},
+                "algorithm": {"klCoefficient": 0.1, "reference": {"type": "average", "decay": 0.9}},
             },
             "spec.algorithm.reference",
             ["with model.lora", "remove it"],

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,8 +37,8 @@ def test_the_names_are_those_of_the_experiment_file() -> None:
 
 
 def named(advantage: str) -> Advantage:
-    keys = {"pass_at_k": {"pass_k": 2}, DISTILLATION: {"teacher": {"path": "x"}}}.get(advantage, {})
-    return advantage_function(AlgorithmSpec.model_validate({"advantage": advantage, **keys}), Path())
+    own: dict[str, dict[str, Any]] = {"pass_at_k": {"pass_k": 2}, DISTILLATION: {"teacher": {"path": "x"}}}
+    return advantage_function(AlgorithmSpec.model_validate({"advantage": advantage, **own.get(advantage, {})}), Path())
 
 
 samples = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3)), min_size=1, max_size=30)

@@ -62,8 +62,8 @@ def test_each_trained_token_gets_its_log_ratio_to_the_teacher_on_top_of_its_adva
     given_sequences, teacher, expected, total, count = [], [], [], 0.0, 0
     for tokens, of_sequence in sequences:
         mask = [False, *(is_trained for is_trained, _, _ in tokens)]
-        rollout = [0.0, *(np.float32(q) for _, q, _ in tokens)]
-        own = [0.0, *(np.float32(nu) for _, _, nu in tokens)]
+        rollout: list[Any] = [0.0, *(np.float32(q) for _, q, _ in tokens)]
+        own: list[Any] = [0.0, *(np.float32(nu) for _, _, nu in tokens)]
         advantage: Any = np.linspace(-1, 1, len(mask)) if of_sequence is None else of_sequence
         given_sequences.append(TrainSequence([4] * len(mask), mask, rollout, advantage))
         teacher.append(np.array(own, np.float32))

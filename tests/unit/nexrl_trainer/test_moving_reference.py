@@ -19,7 +19,7 @@ from tests.support.checkpoints import save_checkpoint
 
 BuildLearner = Callable[..., Learner]
 BuildBatch = Callable[..., TrainBatch]
-FOLLOWS: list[dict[str, Any]] = [{"refresh_every_steps": 2}, {"decay": 0.75}]
+FOLLOWS: list[dict[str, Any]] = [{"type": "refreshed", "every_steps": 2}, {"type": "average", "decay": 0.75}]
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
@@ -36,7 +36,7 @@ def reference_of(learner: Learner) -> dict[str, torch.Tensor]:
 def test_it_becomes_the_policy_every_few_steps(
     build_learner: BuildLearner, build_batch: BuildBatch, dtype: str
 ) -> None:
-    learner = build_learner(kl_coefficient=0.1, reference={"refresh_every_steps": 2}, dtype=dtype)
+    learner = build_learner(kl_coefficient=0.1, reference={"type": "refreshed", "every_steps": 2}, dtype=dtype)
     expected = weights_of(learner)
     for step in range(5):
         for name, weight in reference_of(learner).items():
@@ -50,7 +50,7 @@ def test_it_becomes_the_policy_every_few_steps(
 def test_a_moving_average_keeps_a_share_of_itself(
     build_learner: BuildLearner, build_batch: BuildBatch, dtype: str
 ) -> None:
-    learner = build_learner(kl_coefficient=0.1, reference={"decay": 0.75}, dtype=dtype)
+    learner = build_learner(kl_coefficient=0.1, reference={"type": "average", "decay": 0.75}, dtype=dtype)
     expected = {name: weight.double().numpy() for name, weight in weights_of(learner).items()}
     for step in range(4):
         learner.train(build_batch(step))
@@ -67,7 +67,7 @@ def test_the_penalty_compares_with_it_and_not_with_what_the_batch_says(
     metrics = [learner.train(build_batch(step)) for step in range(4)]
     assert metrics[0].reference_kl == pytest.approx(0, abs=1e-9)
     assert metrics[1].reference_kl > 1e-6
-    is_refreshed = "refresh_every_steps" in follows
+    is_refreshed = follows["type"] == "refreshed"
     assert metrics[2].reference_kl == pytest.approx(0, abs=1e-9) if is_refreshed else metrics[2].reference_kl > 1e-6
 
 
@@ -75,7 +75,7 @@ def test_the_penalty_compares_with_it_and_not_with_what_the_batch_says(
 def test_computing_with_it_leaves_the_policy_as_it_is(
     build_learner: BuildLearner, build_batch: BuildBatch, dtype: str
 ) -> None:
-    learner = build_learner(kl_coefficient=0.1, reference={"decay": 0.5}, dtype=dtype)
+    learner = build_learner(kl_coefficient=0.1, reference={"type": "average", "decay": 0.5}, dtype=dtype)
     learner.train(build_batch(0))
     before, batch = weights_of(learner), build_batch(1)
     reference_N, policy_N = learner.forward_reference(batch), learner.forward(batch)
@@ -87,7 +87,7 @@ def test_computing_with_it_leaves_the_policy_as_it_is(
 def test_dpo_compares_with_it(build_learner: BuildLearner, build_batch: BuildBatch) -> None:
     pair_B = np.array([1, -1, 2, -2, 3, -3])
     batch = replace(build_batch(seed=1), columns={"pair": pair_B}, reference_logprobs_N=None)
-    learner = build_learner(loss="dpo", reference={"refresh_every_steps": 1})
+    learner = build_learner(loss="dpo", reference={"type": "refreshed", "every_steps": 1})
     assert [learner.train(batch).loss for _ in range(3)] == pytest.approx([np.log(2)] * 3, rel=1e-5)
 
 
@@ -119,7 +119,10 @@ def test_a_resumed_run_continues_with_it_bit_for_bit(
 def test_after_a_frozen_one_it_begins_as_the_initial_model(
     tmp_path: Path, build_learner: BuildLearner, build_batch: BuildBatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    frozen, follower = build_learner(kl_coefficient=0.1), build_learner(kl_coefficient=0.1, reference={"decay": 0.5})
+    frozen, follower = (
+        build_learner(kl_coefficient=0.1),
+        build_learner(kl_coefficient=0.1, reference={"type": "average", "decay": 0.5}),
+    )
     initial = weights_of(follower)
     frozen.train(build_batch(0))
     load_checkpoint(save_checkpoint(tmp_path, frozen, tokenizer, CheckpointMetadata(step=1)), follower)
@@ -130,6 +133,6 @@ def test_after_a_frozen_one_it_begins_as_the_initial_model(
 def test_a_forward_backward_of_a_client_must_bring_its_own(
     build_learner: BuildLearner, build_batch: BuildBatch
 ) -> None:
-    learner = build_learner(kl_coefficient=0.1, reference={"decay": 0.5})
+    learner = build_learner(kl_coefficient=0.1, reference={"type": "average", "decay": 0.5})
     with pytest.raises(InvalidArgumentError, match="reference_logprobs_N"):
         learner.forward_backward(replace(build_batch(0), reference_logprobs_N=None))

@@ -108,7 +108,7 @@ def test_state_of_muon_is_planned_to_the_byte(dtype: Dtype) -> None:
 def test_a_moving_reference_is_planned_to_the_byte(dtype: Dtype) -> None:
     model = _model(dtype)
     size = size_of(model)
-    algorithm = AlgorithmSpec.model_validate({"kl_coefficient": 0.1, "reference": {"decay": 0.9}})
+    algorithm = AlgorithmSpec.model_validate({"kl_coefficient": 0.1, "reference": {"type": "average", "decay": 0.9}})
     learner = Learner(build_model(model, seed=0), LearnerSettings(algorithm, 4))
     plain, follower = (Training(plan.ITEM_BYTES[dtype], 1, TOKENS, has_moving_reference=has) for has in (False, True))
     assert learner._moving_reference

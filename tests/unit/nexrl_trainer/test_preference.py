@@ -21,7 +21,8 @@ BuildLearner = Callable[..., Learner]
 
 def pairs_of(rewards: Sequence[float], groups: Sequence[int], kept: Sequence[bool] = ()) -> list[int]:
     kept_S = np.array(kept or [True] * len(rewards))
-    return preference_pairs(np.array(rewards, float), np.array(groups), kept_S).tolist()
+    pairs_S: list[int] = preference_pairs(np.array(rewards, float), np.array(groups), kept_S).tolist()
+    return pairs_S
 
 
 def test_the_best_of_a_group_is_paired_with_its_worst_and_so_on_while_rewards_differ() -> None:

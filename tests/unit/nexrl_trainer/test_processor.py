@@ -271,7 +271,7 @@ async def test_dpo_trains_pairs_of_a_group_with_reference_logprobs(build: Builde
 
 
 async def test_reference_logprobs_of_a_moving_reference_are_left_to_the_step(build: Builder) -> None:
-    batch, _ = build(kl_coefficient=0.1, reference={"decay": 0.9}).fit(lease())
+    batch, _ = build(kl_coefficient=0.1, reference={"type": "average", "decay": 0.9}).fit(lease())
     assert batch.reference_logprobs_N is None
 
 

@@ -40,7 +40,7 @@ def test_a_batch_that_a_trainer_can_train_is_accepted(vocabulary_size: int | Non
     check_train_batch(tensors(), vocabulary_size, PLAIN, 2)
     check_train_batch(tensors(reference_logprobs=[0.0, -1.0]), vocabulary_size, PENALIZED, 2)
     check_train_batch(encode_train_batch(TrainBatch.pack([])), vocabulary_size, PLAIN, 2)
-    follower = AlgorithmSpec.model_validate({"kl_coefficient": 0.1, "reference": {"decay": 0.9}})
+    follower = AlgorithmSpec.model_validate({"kl_coefficient": 0.1, "reference": {"type": "average", "decay": 0.9}})
     check_train_batch(tensors(), vocabulary_size, follower, 2)  # only the step knows its reference
 
 
