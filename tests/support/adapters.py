@@ -96,7 +96,7 @@ class AdapterSystem:
     async def publish(self) -> None:
         """Bring the adapter to the replicas."""
 
-        async def take(bucket_bytes: int, replaced: Snapshot | None) -> Snapshot:
+        async def take(bucket_bytes: int, replaced: Snapshot | None, device: torch.device) -> Snapshot:
             self.published.append(await asyncio.to_thread(self.learner.snapshot, bucket_bytes))
             return self.published[-1]
 

@@ -108,7 +108,7 @@ def main(
     """
     torch.set_num_threads(1)
     misbehave(behaviour)
-    nccl.Communicator = StandInCommunicator  # type: ignore[misc,assignment]
+    nccl.Communicator = StandInCommunicator  # type: ignore[attr-defined,assignment]
     other = (*specs[1:], TensorSpec("other", "float32", (3,)))
     receiver = WeightReceiver(
         other if behaviour == "misfit" else specs, gpu=standin_gpu(identity.gpu) if identity.gpu else None

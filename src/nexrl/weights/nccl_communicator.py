@@ -92,7 +92,7 @@ class Communicator:
             return False
         if self._end is None:
             self._end = self._stream.record_event()
-        return self._end.query()
+        return bool(self._end.query())
 
     def broadcast(self, buffer: Tensor, root: int) -> None:
         """Begin to send `buffer` (on the device) from rank `root` to all others, which receive into theirs."""

@@ -13,7 +13,7 @@ import torch
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from nexrl.weights import nccl_communicator, packing
-from nexrl.weights.gpu import gpu_for_transfer
+from nexrl.weights.gpu import Gpu, gpu_for_transfer
 from nexrl.weights.packing import Snapshot, allocate, digest, snapshot
 from nexrl.weights.rendezvous import Rendezvous, Transport
 from nexrl.weights.transport import Receiver, Sender
@@ -144,7 +144,7 @@ def test_a_group_that_ends_while_nothing_runs_frees_its_communicator(folder: Pat
 
 
 def test_the_next_version_is_packed_where_the_open_group_sends_from(sender: Sender) -> None:
-    other = Sender("127.0.0.1", standin_nccl.Gpu(torch.device("cuda", 3), "GPU-3"))
+    other = Sender("127.0.0.1", Gpu(torch.device("cuda", 3), "GPU-3"))
     assert other.device == torch.device("cpu")
     other.group(rendezvous(other, 0))
     assert other.device == torch.device("cuda", 3)
