@@ -128,6 +128,11 @@ test-how-to: $(INSTALLED) ## Run the how-to pages as written, with NexRL install
 test-vllm: $(VLLM_INSTALLED) ## Run the tests on a real vLLM, in .venv-vllm; none is skipped. KILLS=30 SEED=0
 	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
 
+.PHONY: test-gpu
+test-gpu: $(INSTALLED) ## Run the tests on a GPU; fails where PyTorch cannot use one
+	$(BIN)/python -m tests.support.gpu
+	$(BIN)/pytest -m gpu tests/gpu
+
 .PHONY: test-envtest
 test-envtest: $(INSTALLED) ## Test operator, CRD and chart on a bare API server; needs KUBEBUILDER_ASSETS, and helm on the PATH
 	$(BIN)/pytest -n 2 tests/envtest tests/unit/deploy

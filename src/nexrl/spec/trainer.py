@@ -46,6 +46,11 @@ class TrainerSpec(Section):
     device: Device = Field(
         default="auto", description="What PyTorch computes on; auto: one CUDA GPU if there is one, otherwise the CPU."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU, steps repeat bit for bit, more slowly. An operation that PyTorch cannot repeat fails, "
+        "with its name. On a CPU, steps repeat in any case.",
+    )
     threads: int = Field(
         default=1, ge=1, le=1024, description="CPU threads of PyTorch, shared out among the processes of a replica."
     )

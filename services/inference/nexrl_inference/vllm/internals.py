@@ -101,7 +101,7 @@ INTERNALS = (
         "v1/engine/core.py",
         ("if self._reject_add_in_shutdown(req):",),
         "engine.py: _draw",
-        "with weightSync.inFlight wait or abort, requests that arrive during a sync are refused with 503 and not queued",
+        "with weightSync.inFlight wait or abort, requests that arrive during a sync are refused, not queued",
     ),
     Internal(
         "engine/arg_utils.py",
