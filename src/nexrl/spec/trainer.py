@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from nexrl.spec.cluster import Template
-from nexrl.spec.section import Count, CountOrZero, Device, Location, Section, Seed, refuse, written_out
+from nexrl.spec.section import Count, CountOrZero, Device, Gpus, Location, Section, Seed, refuse, written_out
 from nexrl.spec.variants import VariantSection
 
 
@@ -45,6 +45,12 @@ class TrainerSpec(Section):
     )
     device: Device = Field(
         default="auto", description="What PyTorch computes on; auto: one CUDA GPU if there is one, otherwise the CPU."
+    )
+    gpus: Gpus = Field(
+        default=(),
+        max_length=1024,
+        description="On one machine: numbers of the GPUs that the processes use, one each; none = the first ones. On a "
+        "cluster, `template` requests GPUs.",
     )
     deterministic: bool = Field(
         default=False,
