@@ -263,6 +263,10 @@ bench-algorithms: $(INSTALLED) ## Measure rewards of the quickstart's task with 
 bench-trainer: $(INSTALLED) ## Measure a training step: memory of the logits, tokens per CPU second against a padded Hugging Face loop
 	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py
 
+.PHONY: bench-gpu
+bench-gpu: $(INSTALLED) ## Measure a training step, a weight sync and a whole run on a GPU; fails where PyTorch cannot use one
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu.py
+
 .PHONY: bench-async
 bench-async: $(INSTALLED) ## Measure samples per second in fully-async against sync, with rollouts of long-tailed length
 	$(BIN)/python benchmarks/async_vs_sync.py
