@@ -37,7 +37,7 @@ STEP_TOKENS = 4096
 CPU_CACHE_BYTES = 2**30
 """Most memory for keys and values on a CPU. vLLM's default is a share of all memory."""
 GPU_MEMORY_SHARE = 0.9
-"""Of a GPU's memory. CUDA, and the kernels of each process, need the rest."""
+"""Of a GPU's memory, for all processes that share it. CUDA itself takes some for each of them."""
 
 LEFT_OUT = ("NEXRL_", "VLLM_PLUGINS")
 """Variables that vLLM must not inherit: our settings, which include secrets, and a filter of its plugins."""
