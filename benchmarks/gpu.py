@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.weight_sync_latency import measure
 from nexrl.models import iter_weights
@@ -102,7 +102,8 @@ def model_of(shape: Mapping[str, Any], vocabulary: int = 151_936) -> PreTrainedM
     """Return a Llama of this shape with random weights, in bfloat16 on the CPU. Its head is tied."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, max_position_embeddings=TOKENS, **shape)
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
 
 
 def batch_of(sequences: int, tokens: int) -> TrainBatch:

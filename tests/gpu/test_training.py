@@ -87,8 +87,8 @@ def test_a_resumed_run_continues_with_the_random_state_of_the_gpu(tmp_path: Path
 
 def test_policy_optimizer_and_reference_model_are_on_the_gpu() -> None:
     scratch = {"alphabet": "0123456789=", "hiddenSize": 16, "layers": 1, "heads": 2, "maxPositions": 32}
-    sections = {"trainer": {"steps": 4, "device": DEVICE}, "algorithm": {"klCoefficient": 0.1}}
-    spec = small_experiment(model={"scratch": scratch}, **sections).spec
+    trainer, algorithm = {"steps": 4, "device": DEVICE}, {"klCoefficient": 0.1}
+    spec = small_experiment(model={"scratch": scratch}, trainer=trainer, algorithm=algorithm).spec
     learner, batch = build_learner(spec), RankCase([4], {}).batches()[0]
     learner.train(batch)
     tensors = [*weights_of(learner).values(), *learner.optimizer.tensors().values()]
