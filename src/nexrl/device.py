@@ -5,9 +5,7 @@ from pathlib import Path
 import torch
 
 from nexrl.errors import FailedPreconditionError
-
-_DEVICE_FILES = "nvidia[0-9]*"
-"""One for each NVIDIA GPU that this machine, or this container, may use."""
+from nexrl.gpus import has_gpu
 
 
 def choose_device(field: str, name: str) -> torch.device:
@@ -30,7 +28,7 @@ def idle_gpu_warning(field: str, device: torch.device, device_files: Path = Path
         return ""
     if torch.cuda.is_available():
         return f"{field}: computes on the CPU although a CUDA device is idle; set auto or cuda to use it"
-    if any(device_files.glob(_DEVICE_FILES)):
+    if has_gpu(device_files):
         return (
             f"{field}: computes on the CPU although this machine has a GPU, because PyTorch {torch.__version__} cannot "
             "use it; install PyTorch for CUDA, and a driver that fits"

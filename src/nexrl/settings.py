@@ -73,6 +73,12 @@ class Settings(BaseSettings):
         description="Trainer: gRPC addresses of the replicas 1, 2, ... in this order, separated by commas. Replica 0 "
         "calls them.",
     )
+    gpu_share: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Inference with vLLM: share of the GPU's memory that it may take, as others use the GPU, too.",
+    )
     reflection: bool = Field(default=False, description="Serve gRPC reflection.")
     drain_seconds: float = Field(
         default=5.0, gt=0, description="Longest time that calls in flight may take after SIGTERM."

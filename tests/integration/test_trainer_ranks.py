@@ -1,16 +1,15 @@
 """Trainer ranks, real processes over Gloo: what is learned does not depend on their number."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nexrl_trainer.losses import LOSSES
-from tests.support.rank_process import RankCase, Trained, main, train
-from tests.support.spawned_processes import SpawnedProcesses
+from tests.support.rank_process import RankCase, train
+from tests.support.rank_processes import ON_CPUS, RankProcesses, assert_as_on_one_rank
 
 pytestmark = pytest.mark.timeout(300)  # four processes import torch
 
@@ -19,11 +18,6 @@ STEPS = [9, 3, 0, 12, 1, 8]
 """Sequences of each step: more than ranks, fewer than ranks, none."""
 AGGREGATIONS = {"ppo_clip": "token", "cispo": "sequence", "reinforce": "constant", "gspo": "sequence"}
 
-# A split into other micro-batches and ranks changes the order in which float32 numbers are added up, and nothing else.
-# The largest differences measured after these steps: 2e-6 of a metric, 5e-7 of a log-probability, 2e-7 of a weight.
-METRIC_TOLERANCE = 2e-5
-LOGPROB_TOLERANCE = 5e-6
-WEIGHT_TOLERANCE = 2e-6
 BFLOAT16_TOLERANCE = 2.0**-7
 """Twice the distance of bfloat16 numbers of the size of these weights and gradients, near 0.5."""
 
@@ -45,40 +39,11 @@ def infinite_gradient_of_one_sequence(inputs: LossInputs) -> LossOutputs:
 """
 
 
-class RankProcesses(SpawnedProcesses):
-    """Processes that can be the ranks of one trainer."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(MAX_RANKS, main)
-        self._folder, self._numbers = folder, count()
-
-    def train(self, size: int, cases: Sequence[RankCase]) -> list[list[Trained]]:
-        """Train the cases on `size` ranks, and return for each case what each rank has."""
-        rendezvous_file = self._folder / f"rendezvous-{next(self._numbers)}"
-        by_rank = self.ask((size, str(rendezvous_file), cases), size)
-        return [list(of_case) for of_case in zip(*by_rank, strict=True)]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
-    ranks = RankProcesses(tmp_path_factory.mktemp("ranks"))
+    ranks = RankProcesses(tmp_path_factory.mktemp("ranks"), MAX_RANKS)
     yield ranks
     ranks.end()
-
-
-def assert_as_on_one_rank(alone: Trained, by_rank: Sequence[Trained]) -> None:
-    """All ranks have the same figures and weights, bit for bit, and a single rank has them up to rounding."""
-    for trained in by_rank:
-        assert trained.error == alone.error == ""
-        assert trained.metrics == by_rank[0].metrics
-        assert trained.passes == by_rank[0].passes  # or a rank would wait for the others for ever
-        for figures, expected in zip(trained.metrics, alone.metrics, strict=True):
-            assert figures == pytest.approx(expected, rel=METRIC_TOLERANCE, abs=1e-6)
-        for logprobs_N, expected_N in zip(trained.logprobs, alone.logprobs, strict=True):
-            np.testing.assert_allclose(logprobs_N, expected_N, rtol=0, atol=LOGPROB_TOLERANCE)
-        for name, weight in alone.weights.items():
-            np.testing.assert_array_equal(trained.weights[name], by_rank[0].weights[name])
-            np.testing.assert_allclose(trained.weights[name], weight, rtol=0, atol=WEIGHT_TOLERANCE, err_msg=name)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -123,8 +88,8 @@ def test_an_adapter_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses,
     assert_as_on_one_rank(alone, by_rank)
     for trained in by_rank:
         for logprobs_N, expected_N in zip(trained.references, alone.references, strict=True):
-            np.testing.assert_allclose(logprobs_N, expected_N, rtol=0, atol=LOGPROB_TOLERANCE)
-    assert np.abs(alone.references[-1] - alone.logprobs[-1]).max() > 100 * LOGPROB_TOLERANCE
+            np.testing.assert_allclose(logprobs_N, expected_N, rtol=0, atol=ON_CPUS.logprob)
+    assert np.abs(alone.references[-1] - alone.logprobs[-1]).max() > 100 * ON_CPUS.logprob
 
 
 def test_an_adapter_of_a_16_bit_model_trains_on_several_ranks(ranks: RankProcesses) -> None:

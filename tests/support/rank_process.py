@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from nexrl.errors import NexrlError
 from nexrl.models import build_model, iter_weights
@@ -30,6 +31,7 @@ from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.trained_weights import AdapterSettings
 
 PATIENCE_SECONDS = 60.0
+TEMPERATURE = 0.8
 _SCRATCH = ScratchModelSpec(
     alphabet="0123456789=", hidden_size=16, intermediate_size=36, layers=2, heads=2, max_positions=64
 )
@@ -65,8 +67,8 @@ class RankCase:
         algorithm = AlgorithmSpec.model_validate(
             {"learning_rate": 1e-2, "warmup_steps": 1, "eps": 1e-4, **self.algorithm}
         )
-        model = build_model(self.source, seed=0)
-        forward = ForwardSettings(0.8, self.max_tokens)
+        model = on_device(build_model(self.source, seed=0), ranks.device)
+        forward = ForwardSettings(TEMPERATURE, self.max_tokens)
         adapter = AdapterSettings(self.source, seed=0) if self.is_lora else None
         return kind(model, LearnerSettings(algorithm, 20, forward, self.folder, adapter=adapter), ranks)
 
@@ -91,13 +93,17 @@ class Trained:
     error: str = ""
 
 
-def main(rank: int, connection: Connection) -> None:
+def main(rank: int, device_type: str, connection: Connection) -> None:
     """Entry point. Answers each (number of ranks, rendezvous file, cases) until the other end is closed."""
     torch.set_num_threads(1)
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     with suppress(EOFError):
         while True:
             size, rendezvous_file, cases = connection.recv()
-            ranks = join_ranks(rank, size, torch.device("cpu"), FileStore(rendezvous_file, size))
+            ranks = join_ranks(rank, size, device, FileStore(rendezvous_file, size))
             connection.send([train(case, ranks) for case in cases])
             dist.destroy_process_group()
 
@@ -118,11 +124,17 @@ def train(case: RankCase, ranks: Ranks = ONE_RANK) -> Trained:
         except NexrlError as error:
             return Trained(error=f"{type(error).__name__}: {error}")
     shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for _, tensor in iter_weights(learner.model)]
-    whole = {name: _whole(tensor).float().numpy() for name, tensor in iter_weights(learner.model)}
+    whole = {name: _whole(tensor).float().cpu().numpy() for name, tensor in iter_weights(learner.model)}
     masters = {
-        name: _whole(tensor).numpy() for name, tensor in learner.optimizer.tensors().items() if "master." in name
+        name: _whole(tensor).cpu().numpy() for name, tensor in learner.optimizer.tensors().items() if "master." in name
     }
     return replace(trained, weights=whole, masters=masters, shard_bytes=sum(shard.nbytes for shard in shards))
+
+
+def on_device(model: PreTrainedModel, device: Any) -> PreTrainedModel:
+    """Move the model; transformers has no type for the device."""
+    moved: PreTrainedModel = model.to(device)
+    return moved
 
 
 def _shared(batch: TrainBatch | None, ranks: Ranks) -> TrainBatch:

@@ -22,7 +22,7 @@ def _vllm() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-@pytest.mark.parametrize("row", INTERNALS, ids=lambda row: row.place)
+@pytest.mark.parametrize("row", INTERNALS, ids=lambda row: f"{row.place}: {row.texts[0]}")
 def test_what_we_rely_on_is_in_this_vllm(row: Internal) -> None:
     place = _vllm() / row.place
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place]

@@ -1,5 +1,6 @@
 """Builds what computes, from the experiment: the same on all ranks of a trainer."""
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,9 @@ def prepare_torch(spec: ExperimentSpec) -> None:
     """Set what PyTorch and transformers have one of in a process."""
     torch.set_num_threads(spec.trainer.threads_per_process)
     torch.manual_seed(spec.trainer.seed)
+    if spec.trainer.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it PyTorch refuses products on CUDA in this mode
+        torch.use_deterministic_algorithms(mode=True)
     transformers_logging.disable_progress_bar()  # no terminal shows it, and its lock would start another process
 
 

@@ -2,7 +2,8 @@
 train).
 
 Suffixes: _N tokens of a batch, _P trained tokens of a micro-batch, _B sequences.
-Training repeats bit for bit on a CPU with a fixed number of threads: nothing here draws a random number.
+Training repeats bit for bit on a CPU with a fixed number of threads, and on a GPU with `trainer.deterministic`: nothing
+here draws a random number.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,9 @@ from random import SystemRandom
 
 from nexrl.components import BY_NAME, COMPONENTS, Wiring
 from nexrl.errors import FailedPreconditionError
+from nexrl.gpus import usable_gpus
 from nexrl.local.child import Command
+from nexrl.local.gpu_assignment import assign_gpus
 from nexrl.local.redis_server import redis_command
 from nexrl.local.run_folder import RunFolder
 from nexrl.run_layout import REDIS_FOLDER
@@ -123,12 +125,14 @@ def _commands(
         "weight-sync": [addresses.weight_sync],
         "trainer": [f"{LOOPBACK}:0", *addresses.trainer_replicas],
     }
+    gpus = assign_gpus(experiment.spec, usable_gpus())
     for component in COMPONENTS:
         listens = fixed.get(component.name, [f"{LOOPBACK}:0"] * component.replicas(experiment.spec))
         is_numbered = component.is_numbered or len(listens) > 1
         for number, listen in enumerate(listens):
             name = f"{component.name}-{number}" if is_numbered else component.name
             own = {"NEXRL_REPLICA": str(number)} if component.name == "trainer" else {}
+            own |= gpus.get((component.name, number), {})
             yield service_command(component.name, name, experiment, wiring, {"NEXRL_LISTEN": listen, **own})
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from nexrl.spec.cluster import Template
-from nexrl.spec.section import ROLLING, Device, Replicas, Seed, refuse, written_out
+from nexrl.spec.section import ROLLING, Device, Gpus, Replicas, Seed, refuse, written_out
 from nexrl.spec.variants import VariantSection
 
 VLLM_ARGUMENTS_OF_OURS = frozenset(
@@ -54,6 +54,12 @@ class InferenceSpec(VariantSection):
         default=2048, ge=2, le=1_048_576, description="Longest sequence (tokens), prompt and completion together."
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of PyTorch.")
+    gpus: Gpus = Field(
+        default=(),
+        max_length=1024,
+        description="On one machine: numbers of the GPUs that the replicas use in turn; none = those that the trainer "
+        "leaves, or the trainer's if it leaves none. On a cluster, `template` requests GPUs.",
+    )
     max_retries: int = Field(default=3, ge=0, le=100, description="Times that a failed request is sent again.")
     seed: Seed = Field(default=0, description="Seed of sampling.")
     template: Annotated[Template, ROLLING] = None

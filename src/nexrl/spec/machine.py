@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from nexrl.code_reference import load_reference, refused_arguments, unfit
 from nexrl.datasets import DatasetError, open_dataset, open_datasets
 from nexrl.errors import InvalidArgumentError, Violation
+from nexrl.gpus import usable_gpus
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.experiment import Experiment, ExperimentSpec
 from nexrl.spec.inference import InferenceSpec
@@ -19,7 +20,7 @@ from nexrl.spec.marks import marked_values
 from nexrl.spec.model import ModelSpec, PathModel
 from nexrl.spec.monitor import LoggerSpec
 from nexrl.spec.section import CODE, written
-from nexrl.spec.trainer import ResumeFromPath, ResumeSpec
+from nexrl.spec.trainer import ResumeFromPath, ResumeSpec, TrainerSpec
 from nexrl.spec.violations import dotted, path_in_file
 
 
@@ -32,6 +33,7 @@ def missing_on_this_machine(
         "model": _missing_model,
         "algorithm": _missing_teacher,
         "inference": _missing_inference,
+        "trainer": _missing_trainer,
         "resume": _missing_resume,
         "logger": _missing_logger,
     }
@@ -89,7 +91,7 @@ def _readable_sections(document: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     sections = {}
     # These have the same name in the file and in Python.
-    for name in ("model", "algorithm", "data", "inference", "validation", "resume", "logger"):
+    for name in ("model", "algorithm", "data", "inference", "trainer", "validation", "resume", "logger"):
         with suppress(ValidationError, KeyError):
             adapter = TypeAdapter[Any](cast(Any, ExperimentSpec.model_fields[name].annotation))
             sections[name] = _without_wrong_keys(adapter, name, spec[name])
@@ -147,11 +149,21 @@ def _missing_weights(key: str, path: str) -> list[Violation]:
 
 
 def _missing_inference(inference: InferenceSpec) -> list[Violation]:
-    package = inference.PACKAGE
+    missing, package = _missing_gpus("spec.inference.gpus", inference.gpus), inference.PACKAGE
     if package is None or importlib.util.find_spec(package) is not None:
-        return []
+        return missing
     described = f'"{inference.backend}" is not installed here (`make setup-{package}` installs it); allowed: builtin'
-    return [Violation("spec.inference.backend", described)]
+    return [*missing, Violation("spec.inference.backend", described)]
+
+
+def _missing_trainer(trainer: TrainerSpec) -> list[Violation]:
+    return _missing_gpus("spec.trainer.gpus", trainer.gpus)
+
+
+def _missing_gpus(path: str, numbers: Sequence[int]) -> list[Violation]:
+    count = len(usable_gpus())
+    allowed = f"there are {count} GPUs here; allowed: 0 to {count - 1}" if count else "there is no GPU here; remove it"
+    return [Violation(path, f"{number}: {allowed}") for number in numbers if number >= count]
 
 
 def _missing_resume(resume: ResumeSpec) -> list[Violation]:

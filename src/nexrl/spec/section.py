@@ -103,6 +103,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Replicas = Annotated[int, Field(ge=1, le=1024)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Device = Literal["auto", "cpu", "cuda"]
+Gpus = tuple[Annotated[int, Field(ge=0, le=1023)], ...]
 
 
 @dataclass(frozen=True)

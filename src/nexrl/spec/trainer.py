@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from nexrl.spec.cluster import Template
-from nexrl.spec.section import Count, CountOrZero, Device, Location, Section, Seed, refuse, written_out
+from nexrl.spec.section import Count, CountOrZero, Device, Gpus, Location, Section, Seed, refuse, written_out
 from nexrl.spec.variants import VariantSection
 
 
@@ -45,6 +45,17 @@ class TrainerSpec(Section):
     )
     device: Device = Field(
         default="auto", description="What PyTorch computes on; auto: one CUDA GPU if there is one, otherwise the CPU."
+    )
+    gpus: Gpus = Field(
+        default=(),
+        max_length=1024,
+        description="On one machine: numbers of the GPUs that the processes use, one each; none = the first ones. On a "
+        "cluster, `template` requests GPUs.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="On a GPU, steps repeat bit for bit, more slowly. An operation that PyTorch cannot repeat fails, "
+        "with its name. On a CPU, steps repeat in any case.",
     )
     threads: int = Field(
         default=1, ge=1, le=1024, description="CPU threads of PyTorch, shared out among the processes of a replica."

@@ -39,6 +39,18 @@ def test_each_role_has_as_many_processes_as_replicas_and_each_its_threads(tmp_pa
     assert made["rollout-1"].environment["OMP_NUM_THREADS"] == "1"
 
 
+def test_only_trainer_and_inference_are_assigned_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    made = started(tmp_path, inference={"replicas": 2})
+    assigned = {name: each.environment.get("CUDA_VISIBLE_DEVICES") for name, each in made.items()}
+    assert {name: gpu for name, gpu in assigned.items() if gpu} == {
+        "trainer": "6",
+        "inference-0": "7",
+        "inference-1": "7",
+    }
+    assert {made[f"inference-{number}"].environment["NEXRL_GPU_SHARE"] for number in (0, 1)} == {"0.500"}
+
+
 @pytest.mark.guide("Q20")
 def test_replica_0_of_the_trainer_knows_where_the_others_listen(tmp_path: Path) -> None:
     trainer = {"steps": 1, "replicas": 3}

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nexrl.models import build_model, iter_weights
 from nexrl.spec import ExperimentSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer import build, server
-from nexrl_trainer.build import build_learner, reference_logprobs
+from nexrl_trainer.build import build_learner, prepare_torch, reference_logprobs
 from nexrl_trainer.forward import ForwardPass
 from nexrl_trainer.server import run_checkpoints
 from nexrl_trainer.step import Learner, MockLearner
@@ -45,6 +46,20 @@ def test_the_learner_begins_at_step_0_with_the_weights_of_the_experiment() -> No
     assert (type(first), first.step) == (Learner, 0)
     weights = dict(iter_weights(second.model))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in iter_weights(first.model))
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_pytorch_repeats_operations_of_a_gpu_only_if_the_experiment_wants_it(
+    monkeypatch: pytest.MonkeyPatch, is_deterministic: bool
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        prepare_torch(spec(trainer={"steps": 10, "deterministic": is_deterministic}))
+        assert torch.are_deterministic_algorithms_enabled() == is_deterministic
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if is_deterministic else None)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 @pytest.mark.guide("Q28")

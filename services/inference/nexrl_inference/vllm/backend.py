@@ -20,7 +20,7 @@ from nexrl_inference.vllm.server import VllmServer, start_vllm
 async def start(process: ServiceProcess) -> Backend:
     """Start a vLLM server, which ends with this process. Raises FailedPreconditionError without vLLM."""
     spec = process.experiment.spec
-    server = await start_vllm(spec)
+    server = await start_vllm(spec, process.settings.gpu_share)
     process.on_close(server.close)
     process.spawn(server.wait_ended())
     tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)

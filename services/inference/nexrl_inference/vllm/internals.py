@@ -86,10 +86,22 @@ INTERNALS = (
         "nothing can be sampled by token ids, or tokens do not name their policy version",
     ),
     Internal(
-        "entrypoints/launchers/cli_args.py",
+        "entrypoints",
         ("enable_scale_out: bool", "uds: str"),
         "server.py: command",
         "the server refuses our arguments",
+    ),
+    Internal(
+        "entrypoints/openai/api_server.py",
+        ('if __name__ == "__main__":\n    ',),
+        "server.py: command",
+        "the module is no command any more, so no server starts",
+    ),
+    Internal(
+        "v1/engine/core.py",
+        ("if self._reject_add_in_shutdown(req):",),
+        "engine.py: _draw",
+        "with weightSync.inFlight wait or abort, requests that arrive during a sync are refused, not queued",
     ),
     Internal(
         "engine/arg_utils.py",
@@ -97,12 +109,13 @@ INTERNALS = (
             '"--logprobs-mode"',
             '"--weight-transfer-config"',
             '"--kv-cache-memory-bytes"',
+            '"--gpu-memory-utilization"',
             '"--generation-config"',
             '"--enable-chunked-prefill"',
             '"--max-num-batched-tokens"',
             '"--enforce-eager"',
         ),
-        "server.py: command, on_a_cpu",
+        "server.py: command, of_a_gpu, on_a_cpu",
         "the server refuses our arguments",
     ),
     Internal(

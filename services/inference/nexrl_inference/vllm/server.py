@@ -36,6 +36,8 @@ STEP_TOKENS = 4096
 """Least limit of tokens per step on a CPU: of prompts, and after new weights."""
 CPU_CACHE_BYTES = 2**30
 """Most memory for keys and values on a CPU. vLLM's default is a share of all memory."""
+GPU_MEMORY_SHARE = 0.9
+"""Of a GPU's memory, for all processes that share it. CUDA itself takes some for each of them."""
 
 LEFT_OUT = ("NEXRL_", "VLLM_PLUGINS")
 """Variables that vLLM must not inherit: our settings, which include secrets, and a filter of its plugins."""
@@ -124,8 +126,11 @@ class VllmServer:
             return False
 
 
-async def start_vllm(spec: ExperimentSpec) -> VllmServer:
-    """Start a server for the experiment's model. Raises FailedPreconditionError when vLLM is not installed."""
+async def start_vllm(spec: ExperimentSpec, gpu_share: float = 1.0) -> VllmServer:
+    """Start a server for the experiment's model, which takes at most `gpu_share` of its GPUs.
+
+    Raises FailedPreconditionError when vLLM is not installed.
+    """
     if find_spec("vllm") is None:
         raise FailedPreconditionError(
             "inference.backend: vllm is not installed here; `make setup-vllm` makes an environment with it, or choose "
@@ -136,7 +141,7 @@ async def start_vllm(spec: ExperimentSpec) -> VllmServer:
     socket = folder / "vllm.sock"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())),
-        *command(spec, folder / "model", socket),
+        *command(spec, folder / "model", socket, gpu_share),
         env=environment(spec),
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,
@@ -159,7 +164,7 @@ def environment(spec: ExperimentSpec) -> dict[str, str]:
     return variables if _has_gpu() else {**variables, **ON_A_CPU}
 
 
-def command(spec: ExperimentSpec, model: Path, socket: Path) -> Sequence[str]:
+def command(spec: ExperimentSpec, model: Path, socket: Path, gpu_share: float = 1.0) -> Sequence[str]:
     """Return the command line of the server."""
     inference = spec.inference
     assert isinstance(inference, VllmInference)
@@ -179,9 +184,14 @@ def command(spec: ExperimentSpec, model: Path, socket: Path) -> Sequence[str]:
         *("--weight-transfer-config", f'{{"backend": "{PLUGIN}"}}'),
         *("--generation-config", "vllm"),
         "--enable-scale-out",
-        *(() if _has_gpu() else on_a_cpu(spec)),
+        *(of_a_gpu(gpu_share) if _has_gpu() else on_a_cpu(spec)),
         *inference.vllm_args,
     )
+
+
+def of_a_gpu(share: float) -> Sequence[str]:
+    """Return the argument that limits the server's memory, if others use the GPU, too. `inference.vllmArgs` wins."""
+    return () if share == 1 else ("--gpu-memory-utilization", f"{GPU_MEMORY_SHARE * share:.3f}")
 
 
 def on_a_cpu(spec: ExperimentSpec) -> Sequence[str]:
