@@ -17,9 +17,17 @@ from nexrl.spec.section import (
 )
 from nexrl.spec.variants import VariantSection
 
-GROUP_BASELINES = ("group_mean", "group_mean_std", "rloo", "group_mean_batch_std", "max_rl", "pass_at_k")
+GROUP_BASELINES = (
+    "group_mean",
+    "group_mean_std",
+    "rloo",
+    "group_mean_batch_std",
+    "max_rl",
+    "pass_at_k",
+    "turn_mean_std",
+)
 """Advantages that compare the samples of a group."""
-BATCH_BASELINES = ("batch_mean_std",)
+BATCH_BASELINES = ("batch_mean_std", "return_to_go")
 """Advantages that compare all samples of the batch, whatever their groups."""
 
 MAX_KL_COEFFICIENT = 100.0
@@ -234,13 +242,28 @@ class Grpo(AlgorithmSpec):
         "baseline). pass_at_k: for sets of passK samples of the group, each with its best reward: the mean over the "
         "sets that contain the sample, minus the mean over all, divided by their standard deviation (Pass@k training). "
         "batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
-        "(REINFORCE++). `module:name`: a nexrl.algorithm.Advantage of yours.",
+        "(REINFORCE++). return_to_go: for each token the rewards from it on, minus their mean over the tokens of the "
+        "batch, divided by their standard deviation (REINFORCE++ with rewards of tokens). turn_mean_std: for each turn "
+        "its reward minus the mean over the turns of the group, divided by their standard deviation, added up from "
+        "the turn on (GRPO with process supervision). `module:name`: a nexrl.algorithm.Advantage of yours.",
     )
     pass_k: Annotated[int, Field(ge=1, le=1023)] | None = Field(
         default=None,
         description="k of advantage pass_at_k, below trajectoryPool.groupSize: all samples of a group together would "
         "have nothing to be compared with. Only that advantage has it.",
     )
+
+    discount: Ratio = Field(
+        default=1.0,
+        description="Weight of a reward for each generated token between it and the token whose return it counts in; "
+        "only advantage return_to_go has one.",
+    )
+
+    @model_validator(mode="after")
+    def _discounts_returns(self) -> Self:
+        if self.discount != 1 and self.advantage != "return_to_go":
+            raise refuse_key("discount", self.discount, "only advantage return_to_go has it; remove it")
+        return self
 
     @model_validator(mode="after")
     def _has_k_if_it_needs_one(self) -> Self:
