@@ -162,7 +162,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"algorithm": {"advantage": "mean"}},
             "spec.algorithm.advantage",
-            ['"mean"', "batch_mean_std, or `module:name`"],
+            ['"mean"', "return_to_go, or `module:name`"],
         ),
         (
             {"algorithm": {"learningRateDecay": "cosine"}},
