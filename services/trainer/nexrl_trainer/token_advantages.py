@@ -72,7 +72,7 @@ def turn_advantages(rewards: Sequence[Floats], masks: Sequence[Bools], groups_S:
     is normalised as (reward - mean) / (std + 1e-4), over the turns of all samples of the group.
     """
     turns = [_turns(mask_T) for mask_T in masks]
-    sums = [np.bincount(turn_T, weights=r_T) for turn_T, r_T in zip(turns, rewards, strict=True)]
+    sums = [np.bincount(turn_T, weights=r_T).astype(np.float64) for turn_T, r_T in zip(turns, rewards, strict=True)]
     return [
         scaled_K[::-1].cumsum()[::-1][turn_T[mask_T]]
         for scaled_K, turn_T, mask_T in zip(_standardized(sums, groups_S), turns, masks, strict=True)
@@ -93,10 +93,9 @@ def token_advantages(batch: Batch, rewards_S: Floats, groups_S: IntArray, algori
     """
     masks = [_loss_mask(sample) for sample in batch.samples]
     rewards = [token_rewards(sample, reward) for sample, reward in zip(batch.samples, rewards_S, strict=True)]
-    advantage = TOKEN_ADVANTAGES[algorithm.advantage]
-    if algorithm.advantage == "return_to_go":
-        return advantage(rewards, masks, groups_S, discount=algorithm.discount)
-    return advantage(rewards, masks, groups_S)
+    name = algorithm.advantage
+    keywords = {"discount": algorithm.discount} if name == "return_to_go" else {}
+    return TOKEN_ADVANTAGES[name](rewards, masks, groups_S, **keywords)
 
 
 def zero_token_variance(batch: Batch, groups_S: IntArray, algorithm: Grpo) -> Bools:
