@@ -84,7 +84,8 @@ class Trajectory:
 
     `token_ids` int64, `loss_mask` bool (True on the policy's own tokens), `rollout_logprobs` float32. `columns` hold
     what the rollout worker added: an array per token, or an array of shape () for the whole trajectory.
-    Trajectories of a batch may differ in them: see `nexrl.train_batch.TrainBatch.pack`.
+    Trajectories of a batch may differ in them: see `nexrl.train_batch.TrainBatch.pack`. `token_rewards` are the parts
+    of the reward that belong to each token.
     """
 
     token_ids: NDArray[np.int64]

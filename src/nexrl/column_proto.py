@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nexrl.columns import column_array, column_name_fault
+from nexrl.columns import TOKEN_REWARDS, column_array, column_name_fault
 from nexrl.errors import InvalidArgumentError, Violation
 from nexrl.tensor_proto import decode_tensor, encode_tensor
 from nexrl.v1 import tensor_pb2 as pb
@@ -27,6 +27,8 @@ def column_violations(path: str, columns: Mapping[str, pb.Tensor], tokens: int) 
         field, shape = f"{path}.columns[{name}]", list(tensor.shape)
         if fault := column_name_fault(name):
             yield Violation(field, fault)
+        elif name == TOKEN_REWARDS and shape != [tokens]:
+            yield Violation(field, f"shape {shape}; must be [{tokens}], a reward per token")
         elif shape not in ([], [tokens]):
             yield Violation(field, f"shape {shape}; must be [{tokens}] (a value per token) or [] (one value)")
         else:

@@ -10,6 +10,8 @@ from nexrl.errors import InvalidArgumentError
 
 OWN_TENSORS = frozenset({"token_ids", "loss_mask", "rollout_logprobs", "advantages", "lengths", "reference_logprobs"})
 """The names of tensors that a train batch has anyway. No column may have one of these names."""
+TOKEN_REWARDS = "token_rewards"
+"""The column with the part of the trajectory's reward that belongs to each token; advantages of tokens use it."""
 ValueT = TypeVar("ValueT")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _DTYPES = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.bool_}

@@ -8,6 +8,7 @@ outcome. It never sees tokens; the endpoint records them. `ChatLoop` is an envir
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -56,7 +57,7 @@ class Endpoint:
 class Outcome:
     """How an episode ended. `reward` is set if and only if `status` is ok or truncated: a failure is not a reward of 0.
 
-    Raises InvalidArgumentError otherwise, and for a reward or component that is not finite.
+    Raises InvalidArgumentError otherwise, and for a reward, component or turn reward that is not finite.
     """
 
     status: Status
@@ -65,16 +66,20 @@ class Outcome:
     """Named parts of the reward and other scores, for metrics."""
     error: str = ""
     """What failed, for the log."""
+    turn_rewards: Sequence[float] = ()
+    """The part of `reward` that belongs to each completion of the policy, in order; what they leave of it belongs to
+    the last. Empty: all of it does. Advantages `return_to_go` and `turn_mean_std` use them."""
 
     def __post_init__(self) -> None:
         if (self.status in SCORED) != (self.reward is not None):
             raise InvalidArgumentError(
                 f"outcome {self.status} with reward {self.reward}: ok and truncated require a reward, others have none"
             )
-        numbers = [*self.components.values(), *([] if self.reward is None else [self.reward])]
+        numbers = [*self.components.values(), *self.turn_rewards, *([] if self.reward is None else [self.reward])]
         if not all(math.isfinite(number) for number in numbers):
             raise InvalidArgumentError(
-                f"outcome: reward {self.reward} and components {dict(self.components)} must be finite"
+                f"outcome: reward {self.reward}, components {dict(self.components)} and turn_rewards "
+                f"{list(self.turn_rewards)} must be finite"
             )
 
 
@@ -116,7 +121,7 @@ class ChatLoop:
     """An environment in which the policy and a game take turns. Each episode has a new game.
 
     The episode is truncated, with the reward so far, after `max_turns` messages of the policy or when the context is
-    full.
+    full. The part of the reward that belongs to a message is what the reward so far, at first 0, rose by after it.
     """
 
     def __init__(self, new_game: Callable[[], Game], *, max_turns: int) -> None:
@@ -134,15 +139,18 @@ class ChatLoop:
 
     async def _play(self, game: Game, task: Task, chat: "_Chat") -> Outcome:
         turn = await game.reset(task)
+        rewards = [0.0]  # so far, after each message of the policy
         for _ in range(self._max_turns):
             chat.messages += turn.messages
             reply = await chat.reply()
             if reply is None:
                 break
             turn = await game.step(reply)
+            rewards.append(turn.reward)
             if turn.is_over:
-                return Outcome("ok", turn.reward, turn.components)
-        return Outcome("truncated", turn.reward, turn.components)
+                break
+        rises = [after - before for before, after in pairwise(rewards)]
+        return Outcome("ok" if turn.is_over else "truncated", turn.reward, turn.components, turn_rewards=rises)
 
 
 def load_environment(reference: str, folder: Path) -> Environment:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from nexrl.column_proto import encode_columns
+from nexrl.columns import TOKEN_REWARDS
 from nexrl.errors import InvalidArgumentError
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
 from nexrl.v1.trajectory_pb2 import Trajectory
@@ -60,17 +62,37 @@ class Transcript:
         self,
         reward: float,
         *,
+        turn_rewards: Sequence[float] = (),
         reward_components: Mapping[str, float] | None = None,
         metadata: Mapping[str, str] | None = None,
         prompt: str = "",
         response: str = "",
     ) -> Trajectory:
-        """Return a copy with its reward, for SampleResult.trajectories. The transcript can still be appended to."""
+        """Return a copy with its reward, for SampleResult.trajectories. The transcript can still be appended to.
+
+        `turn_rewards` are the parts of the reward that belong to each completion, in order. Raises InvalidArgumentError
+        if there are some, but not one for each completion.
+        """
         trajectory = Trajectory(
             reward=reward, reward_components=reward_components, metadata=metadata, prompt=prompt, response=response
         )
         trajectory.MergeFrom(self._record)
+        if turn_rewards:
+            column = encode_columns({TOKEN_REWARDS: self._token_rewards(turn_rewards)})
+            trajectory.columns[TOKEN_REWARDS].CopyFrom(column[TOKEN_REWARDS])
         return trajectory
+
+    def _token_rewards(self, turn_rewards: Sequence[float]) -> list[float]:
+        """Return each completion's reward at its last token, 0 elsewhere. Shape [T]."""
+        completions = self._record.completions
+        if len(turn_rewards) != len(completions):
+            raise InvalidArgumentError(
+                f"turn_rewards: {len(turn_rewards)}; must be one for each completion, {len(completions)}"
+            )
+        rewards = [0.0] * len(self.token_ids)
+        for completion, reward in zip(completions, turn_rewards, strict=True):
+            rewards[completion.end - 1] += reward
+        return rewards
 
 
 def check_completion(completion: GeneratedCompletion) -> None:

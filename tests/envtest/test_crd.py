@@ -74,6 +74,7 @@ FINE: dict[str, Object] = {
         "algorithm__reference": {"type": "refreshed", "everySteps": 100},
     },
     "averaged-reference": {"algorithm__loss": "dpo", "algorithm__reference": {"type": "average", "decay": 0.99}},
+    "discount": {"algorithm__advantage": "return_to_go", "algorithm__discount": 0.5},
     "pass-k": {"algorithm__advantage": "pass_at_k", "algorithm__passK": 4},
     "group-of-one-for-a-mock-trainer": {"trainer__backend": "mock", "trajectoryPool__groupSize": 1},
     "seed-without-random-weights-at-its-default": {"model": {"path": "/models/x", "seed": 0}},
@@ -144,6 +145,7 @@ WRONG: dict[str, tuple[Object, str]] = {
     "seed-without-random-weights": ({"model": {"path": "/models/x", "seed": 3}}, "spec.model.seed"),
     "advantage-of-mock": ({"algorithm__type": "mock", "algorithm__advantage": "rloo"}, "spec.algorithm.advantage"),
     "pass-k-missing": ({"algorithm__advantage": "pass_at_k"}, "spec.algorithm.passK"),
+    "discount-of-another": ({"algorithm__discount": 0.5}, "spec.algorithm.discount"),
     "pass-k-of-another": ({"algorithm__passK": 2}, "spec.algorithm.passK"),
     "pass-k-of-a-group": (
         {"algorithm__advantage": "pass_at_k", "algorithm__passK": 8},

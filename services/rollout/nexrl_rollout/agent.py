@@ -56,7 +56,7 @@ def _seeds(seed: int, sample: SampleLease) -> Iterator[int]:
 def _result(sample: SampleLease, outcome: Outcome, session: Session, metadata: dict[str, str]) -> SampleResult:
     if outcome.status not in SCORED or outcome.reward is None:
         return failed(sample, _VERDICTS[outcome.status], outcome.error)
-    trajectories = session.trajectories(outcome.reward, outcome.components, metadata)
+    trajectories = session.trajectories(outcome.reward, outcome.components, metadata, outcome.turn_rewards)
     if not trajectories:
         return failed(sample, VERDICT_ENV_ERROR, "the environment scored an episode without asking the policy once")
     return scored(sample, trajectories, "length" if outcome.status == "truncated" else session.finish_reason)

@@ -76,6 +76,7 @@ class Session:
         self.finish_reason = ""
         """Finish reason of the newest completion."""
         self._chains: list[Chain] = []
+        self._chain_of_turns: list[Chain] = []
         self._turns: dict[str, ServedTurn] = {}
 
     def prompt(self, codec: TextCodec, messages: Sequence[Message], tools: Sequence[Message] = ()) -> SessionPrompt:
@@ -106,6 +107,7 @@ class Session:
             chain = Chain(Transcript(prompt.token_ids), prompt_text)
             self._chains.append(chain)
         chain.transcript.add_completion(completion)
+        self._chain_of_turns.append(chain)
         chain.responses.append(text)
         self.breaks += prompt.is_break
         self.finish_reason = completion.finish_reason
@@ -113,13 +115,29 @@ class Session:
         self._turns[_fingerprint(served, tools)] = ServedTurn(chain, token_ids, completion.finish_reason)
 
     def trajectories(
-        self, reward: float, components: Mapping[str, float], metadata: Mapping[str, str]
+        self,
+        reward: float,
+        components: Mapping[str, float],
+        metadata: Mapping[str, str],
+        turn_rewards: Sequence[float] = (),
     ) -> list[Trajectory]:
-        """Returns one trajectory per chain. Metadata: `chain` if there are several, `breaks` if history was edited."""
+        """Returns one trajectory per chain. Metadata: `chain` if there are several, `breaks` if history was edited.
+
+        Raises InvalidArgumentError if there are `turn_rewards`, but not one for each completion that was served.
+        """
+        turns = len(self._chain_of_turns)
+        if turn_rewards and len(turn_rewards) != turns:
+            served = f"must be one for each completion that the policy was asked for, {turns}"
+            raise InvalidArgumentError(f"outcome: turn_rewards: {len(turn_rewards)}; {served}")
+        # A reward belongs to the last turn unless a column says otherwise.
+        is_split = any(turn_rewards[:-1])
         marks = {"breaks": str(self.breaks)} if self.breaks else {}
         return [
             chain.transcript.trajectory(
                 reward,
+                turn_rewards=[part for part, of in zip(turn_rewards, self._chain_of_turns, strict=True) if of is chain]
+                if is_split
+                else (),
                 reward_components=components,
                 metadata={**metadata, **marks, **({"chain": str(index)} if len(self._chains) > 1 else {})},
                 prompt=chain.prompt,

@@ -95,8 +95,11 @@ ADVANTAGES: Mapping[str, Callable[..., NDArray[np.float32]]] = {
     "pass_at_k": pass_at_k_advantages,
     "batch_mean_std": group_standardized_advantages,
     DISTILLATION: no_advantages,
+    "return_to_go": group_standardized_advantages,
+    "turn_mean_std": group_standardized_advantages,
 }
-"""By the name in the experiment's `algorithm.advantage`."""
+"""By the name in the experiment's `algorithm.advantage`. The last two are what the functions of `token_advantages.py`
+compute if each sample is a single token."""
 
 
 def advantage_function(algorithm: AlgorithmSpec, folder: Path) -> Advantage:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nexrl.activity import ActivityTracker
-from nexrl.algorithm import Batch, ForwardPass, PreparedBatch, Processor, ProcessorContext
+from nexrl.algorithm import Batch, ForwardPass, PreparedBatch, Processor, ProcessorContext, Sample
 from nexrl.batch_proto import decode_batch
 from nexrl.client import BatchClient
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
@@ -31,32 +31,37 @@ from nexrl_trainer.advantages import ADVANTAGES, advantage_function, compared_gr
 from nexrl_trainer.distillation import distilled
 from nexrl_trainer.preference import paired, preference_pairs
 from nexrl_trainer.reward_shaping import shaped_rewards
+from nexrl_trainer.token_advantages import TOKEN_ADVANTAGES, token_advantages, zero_token_variance
 
 Forward: TypeAlias = Callable[[TrainBatch], NDArray[np.float32]]
 """Log-probabilities of the trained tokens of a batch under some weights, 0 elsewhere. Shape [N]."""
 
 
 class GroupProcessor(Processor):
-    """algorithm.processor builtin: one advantage per sample, from the rewards of its group."""
+    """algorithm.processor builtin: advantages from the rewards of samples that are compared with each other."""
 
     def fit(self, batch: Batch) -> PreparedBatch:
-        """Compute one advantage per sample. Each trajectory of a sample gets it."""
-        # A sample counts once in its group's baseline, however many trajectories it has.
+        """Compute one advantage per sample, which each of its trajectories gets, or one per token."""
         algorithm = self.context.algorithm
         rewards_S = shaped_rewards(batch, algorithm, self.context.reference_logprobs)
         groups_S = compared_groups(algorithm, batch.groups_B)
-        advantages_S = self.context.advantage(rewards_S, groups_S)
-        equal_S = zero_variance_samples(batch.rewards_B, groups_S)  # penalties, such as a KL estimate, are noise
+        if isinstance(algorithm, Grpo) and algorithm.advantage in TOKEN_ADVANTAGES:
+            advantages = token_advantages(batch, rewards_S, groups_S, algorithm)
+            equal_S = zero_token_variance(batch, groups_S, algorithm)
+        else:
+            # A sample counts once in its group's baseline, however many trajectories it has.
+            advantages = list(self.context.advantage(rewards_S, groups_S)[:, np.newaxis])
+            equal_S = zero_variance_samples(batch.rewards_B, groups_S)  # penalties, such as a KL estimate, are noise
         dropped_S = _dropped(batch, equal_S, algorithm)
         sequences = [
-            trajectory.sequence(float(advantage))
-            for sample, advantage, is_dropped in zip(batch.samples, advantages_S, dropped_S, strict=True)
+            sequence
+            for sample, advantage, is_dropped in zip(batch.samples, advantages, dropped_S, strict=True)
             if not is_dropped
-            for trajectory in sample.trajectories
+            for sequence in _sequences(sample, advantage)
         ]
         metrics = {
             "zero_variance_group_fraction": _group_share(equal_S, groups_S, batch.refilled_groups),
-            "advantage_std": float(advantages_S.std()),
+            "advantage_std": float(np.concatenate(advantages).std()),
             "reward_penalty_mean": float((batch.rewards_B - rewards_S).mean()),
         }
         if isinstance(algorithm, Dpo):
@@ -214,6 +219,18 @@ def _by_sequence(forward: Forward) -> ForwardPass:
         return np.split(forward(batch), np.cumsum(batch.lengths_B)[:-1]) if sequences else []
 
     return by_sequence
+
+
+def _sequences(sample: Sample, advantage: NDArray[np.float32]) -> Iterator[TrainSequence]:
+    """Yield the trajectories of the sample with its advantage: one value, or one per generated token."""
+    if len(advantage) == 1:  # also of a sample of one token, whose advantage the loss mask confines to it
+        yield from (trajectory.sequence(float(advantage[0])) for trajectory in sample.trajectories)
+        return
+    parts = np.split(advantage, np.cumsum([int(each.loss_mask.sum()) for each in sample.trajectories])[:-1])
+    for trajectory, part in zip(sample.trajectories, parts, strict=True):
+        advantages_T = np.zeros(len(trajectory.token_ids), np.float32)
+        advantages_T[trajectory.loss_mask] = part
+        yield trajectory.sequence(advantages_T)
 
 
 def _dropped(batch: Batch, equal_S: NDArray[np.bool_], algorithm: AlgorithmSpec) -> NDArray[np.bool_]:

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from nexrl.spec.advantages import ADVANTAGES, DISTILLATION, WITHOUT_ADVANTAGES
+from nexrl.spec.advantages import ADVANTAGES, DESCRIPTION, DISTILLATION, WITHOUT_ADVANTAGES
 from nexrl.spec.correction import CorrectionSpec
 from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.spec.reference_model import ReferenceSpec
@@ -232,21 +232,25 @@ class Grpo(AlgorithmSpec):
         written_out("group_mean"),
     ] = Field(
         default="group_mean",
-        description="group_mean: reward minus the mean of the group (Dr.GRPO). group_mean_std: that, divided by the "
-        "group's standard deviation (GRPO). rloo: reward minus the mean of the others (RLOO). max_rl: reward minus the "
-        "mean of the group, divided by that mean, for rewards of 0 and 1 (MaxRL). group_mean_batch_std: reward minus "
-        "the mean of the group, divided by the standard deviation of these differences in the batch (REINFORCE++ with "
-        "baseline). pass_at_k: for sets of passK samples of the group, each with its best reward: the mean over the "
-        "sets that contain the sample, minus the mean over all, divided by their standard deviation (Pass@k training). "
-        "batch_mean_std: reward minus the mean of the batch, divided by its standard deviation "
-        "(REINFORCE++). distillation: 0, so that the teacher alone decides. `module:name`: a nexrl.algorithm.Advantage "
-        "of yours.",
+        description=DESCRIPTION,
     )
     pass_k: Annotated[int, Field(ge=1, le=1023)] | None = Field(
         default=None,
         description="k of advantage pass_at_k, below trajectoryPool.groupSize: all samples of a group together would "
         "have nothing to be compared with. Only that advantage has it.",
     )
+
+    discount: Ratio = Field(
+        default=1.0,
+        description="Weight of a reward for each generated token between it and the token whose return it counts in; "
+        "only advantage return_to_go has one.",
+    )
+
+    @model_validator(mode="after")
+    def _discounts_returns(self) -> Self:
+        if self.discount != 1 and self.advantage != "return_to_go":
+            raise refuse_key("discount", self.discount, "only advantage return_to_go has it; remove it")
+        return self
 
     @model_validator(mode="after")
     def _has_k_if_it_needs_one(self) -> Self:

@@ -105,6 +105,12 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "algorithm",
+        "discount",
+        "!has(self.discount) || self.discount == 1.0 || has(self.advantage) && self.advantage == 'return_to_go'",
+        "only advantage return_to_go has it",
+    ),
+    Rule(
+        "algorithm",
         "correction",
         "self.loss != 'decoupled_ppo' || !has(self.correction.tokenBand)",
         "tokenBand and weightLimit of loss decoupled_ppo are two limits of the same ratio; remove tokenBand",

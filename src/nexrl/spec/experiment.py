@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from nexrl.spec.advantages import BATCH_BASELINES, GROUP_BASELINES
+from nexrl.spec.advantages import BATCH_BASELINES, GROUP_BASELINES, TURN_BASELINE
 from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl.spec.cluster import CodeFiles, ControllerSpec, StorageSpec
 from nexrl.spec.data import DataSpec
@@ -173,6 +173,12 @@ class ExperimentSpec(Section):
                 "refill",
                 "trajectoryPool.groupSize is 1 or keyList is empty: the reward of a sample alone equals itself, so "
                 "every group would be refilled; use groupSize 2 or more and a key, or drop",
+            )
+        if isinstance(algorithm, Grpo) and algorithm.advantage == TURN_BASELINE:
+            raise refuse_key(
+                "zeroVarianceGroups",
+                "refill",
+                f"advantage {TURN_BASELINE} compares turns, and the pool only rewards of samples; use keep or drop",
             )
         if isinstance(algorithm, Grpo) and algorithm.advantage in BATCH_BASELINES:
             raise refuse_key(

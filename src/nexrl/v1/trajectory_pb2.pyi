@@ -440,7 +440,8 @@ class Trajectory(google.protobuf.message.Message):
     @property
     def columns(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, nexrl.v1.tensor_pb2.Tensor]:
         """More columns by name, for the algorithm processor and the loss: one value per token, shape [T], or one for the trajectory,
-        shape []. Finite. Names are lower case and not those of TrainBatch.tensors.
+        shape []. Finite. Names are lower case and not those of TrainBatch.tensors. `token_rewards`, shape [T], are the parts of
+        reward that belong to each token; what they leave of it belongs to the last generated token.
         """
 
     def __init__(

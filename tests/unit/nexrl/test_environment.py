@@ -21,6 +21,8 @@ def test_outcome_that_is_not_finite_is_refused(number: float) -> None:
         Outcome("ok", number)
     with pytest.raises(InvalidArgumentError, match="finite"):
         Outcome("ok", 1.0, {"part": number})
+    with pytest.raises(InvalidArgumentError, match=r"turn_rewards .* finite"):
+        Outcome("ok", 1.0, turn_rewards=[number])
 
 
 def test_environment_is_loaded_by_reference_from_the_users_folder(tmp_path: Path) -> None:

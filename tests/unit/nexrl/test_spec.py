@@ -185,6 +185,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         ),
         ({"algorithm": {"advantage": "pass_at_k"}}, "spec.algorithm.passK", ["missing"]),
         ({"algorithm": {"passK": 4}}, "spec.algorithm.passK", ["4", "only advantage pass_at_k"]),
+        ({"algorithm": {"discount": 0.5}}, "spec.algorithm.discount", ["0.5", "only advantage return_to_go"]),
         (
             {"algorithm": {"advantage": "pass_at_k", "passK": 8}},
             "spec.algorithm.passK",
@@ -205,6 +206,11 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             {"algorithm": {"zeroVarianceGroups": "refill", "teacher": {"path": "/models/teacher"}}},
             "spec.algorithm.zeroVarianceGroups",
             ["refill", "tells samples of equal rewards apart", "use keep or drop"],
+        ),
+        (
+            {"algorithm": {"zeroVarianceGroups": "refill", "advantage": "turn_mean_std"}},
+            "spec.algorithm.zeroVarianceGroups",
+            ["refill", "compares turns", "use keep or drop"],
         ),
         (
             {"algorithm": {"zeroVarianceGroups": "refill", "advantage": "batch_mean_std"}},

@@ -3,10 +3,13 @@
 from itertools import count
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nexrl.errors import InvalidArgumentError
 from nexrl.policy import Sampling
+from nexrl.tensor_proto import decode_tensor
 from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.trajectory_pb2 import Trajectory
@@ -142,3 +145,25 @@ def test_session_ids_cannot_be_guessed() -> None:
     ids = {Session(Sampling(4), count()).id for _ in range(100)}
     assert len(ids) == 100
     assert min(map(len, ids)) >= 43
+
+
+def test_rewards_of_turns_go_to_the_chains_that_served_them() -> None:
+    session, messages = Session(Sampling(4), count()), [user("x")]
+    serve(session, messages, [A, END])
+    serve(session, [user("other")], [B, END])
+    serve(session, [*messages, user("y")], [B, END])
+    rewards = [
+        decode_tensor("", each.columns["token_rewards"])
+        for each in session.trajectories(1.0, {}, {}, turn_rewards=[0.25, 0.5, 0.25])
+    ]
+    assert [each[each != 0].tolist() for each in rewards] == [[0.25, 0.25], [0.5]]
+    with pytest.raises(InvalidArgumentError, match=r"turn_rewards: 2; must be one for each .*, 3"):
+        session.trajectories(1.0, {}, {}, turn_rewards=[0.5, 0.5])
+
+
+def test_a_reward_of_the_last_turn_alone_needs_no_column() -> None:
+    session, messages = Session(Sampling(4), count()), [user("x")]
+    serve(session, messages, [A, END])
+    serve(session, [*messages, user("y")], [B, END])
+    (trajectory,) = session.trajectories(1.0, {}, {}, turn_rewards=[0.0, 1.0])
+    assert not trajectory.columns

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nexrl.errors import InvalidArgumentError
+from nexrl.tensor_proto import decode_tensor
 from nexrl.transcript import Transcript
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
 from nexrl.v1.trajectory_pb2 import Draw
@@ -57,3 +58,15 @@ def test_trajectory_is_a_copy() -> None:
     transcript.add_context([2])
     assert list(before.token_ids) == [1]
     assert dict(before.metadata) == {"task_id": "a"}
+
+
+def test_rewards_of_turns_lie_on_the_last_token_of_each_completion() -> None:
+    transcript = Transcript([1, 2])
+    transcript.add_completion(completion([5, 6]))
+    transcript.add_context([3])
+    transcript.add_completion(completion([8]))
+    rewarded = transcript.trajectory(1.0, turn_rewards=[0.25, 0.75])
+    assert decode_tensor("", rewarded.columns["token_rewards"]).tolist() == [0, 0, 0, 0.25, 0, 0.75]
+    assert not transcript.trajectory(1.0).columns
+    with pytest.raises(InvalidArgumentError, match="turn_rewards: 1; must be one for each completion, 2"):
+        transcript.trajectory(1.0, turn_rewards=[1.0])

@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from nexrl.environment import Endpoint, Outcome, Task
+from nexrl.environment import ChatLoop, Endpoint, Outcome, Task, Turn
 from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Policy, draw_seed
 from nexrl.rewards import exact_match, math_answer
+from nexrl.tensor_proto import decode_tensor
 from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
@@ -190,6 +191,37 @@ async def test_agent_plays_a_game_of_several_turns_in_one_trajectory() -> None:
         *SCRATCH.encode("7"),
         EOS,
     ]
+
+
+class Climb:
+    """A game of three messages, after which the reward so far is 0.5, 0.25 and 1."""
+
+    async def reset(self, task: Task) -> Turn:
+        self._rewards = iter([0.5, 0.25, 1.0])
+        return Turn([{"role": "user", "content": "go"}])
+
+    async def step(self, reply: str) -> Turn:
+        reward = next(self._rewards)
+        return Turn([{"role": "user", "content": "on"}], reward, is_over=reward == 1)
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+async def test_each_message_of_a_game_has_the_part_of_the_reward_that_it_added() -> None:
+    async with policy_over(says("1")) as policy:
+        result = await run_agent(policy, ChatLoop(Climb, max_turns=5), task_lease(0, 1, prompt="x", answer="7"))
+    (trajectory,) = result.trajectories
+    rewards = decode_tensor("", trajectory.columns["token_rewards"])
+    assert trajectory.reward == 1.0
+    assert rewards[rewards != 0].tolist() == [0.5, -0.25, 0.75]
+    assert [span.end - 1 for span in trajectory.completions] == rewards.nonzero()[0].tolist()
+
+
+async def test_rewards_of_turns_that_were_not_served_are_refused() -> None:
+    async with policy_over(FakeEngine()) as policy:
+        with pytest.raises(InvalidArgumentError, match=r"turn_rewards: 2; must be one for each .*, 0"):
+            await run_agent(policy, Scripted(Outcome("ok", 1.0, turn_rewards=[0.5, 0.5])), task_lease(0, 1))
 
 
 async def test_game_beyond_its_turns_is_truncated() -> None:

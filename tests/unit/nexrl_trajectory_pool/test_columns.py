@@ -37,6 +37,8 @@ def test_a_value_per_token_or_one_for_the_trajectory_is_stored() -> None:
             r"columns\[turn\]: shape \[2\]; must be \[4\] \(a value per token\) or \[\] \(one value\)",
         ),
         ({"turn": [[0, 0, 1, 1]]}, r"columns\[turn\]: shape \[1, 4\]"),
+        ({"token_rewards": 1.0}, r"columns\[token_rewards\]: shape \[\]; must be \[4\], a reward per token"),
+        ({"token_rewards": [0, 0, float("nan"), 1]}, r"columns\[token_rewards\]: must be finite numbers"),
         ({"gain": float("nan")}, r"columns\[gain\]: must be finite numbers"),
         ({"advantages": 1.0}, r"columns\[advantages\]: a train batch has its own advantages"),
         ({"a b": 1.0}, r"columns\[a b\]: a column's name must be"),
