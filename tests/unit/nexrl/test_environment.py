@@ -33,7 +33,7 @@ def test_environment_is_loaded_by_reference_from_the_users_folder(tmp_path: Path
         "def exits():\n    raise SystemExit('no game')\n"
     )
     assert isinstance(load_environment("game_of_user:game", tmp_path), ChatLoop)
-    assert load_environment("game_of_user:Sync", tmp_path).run
+    assert type(load_environment("game_of_user:Sync", tmp_path)).__name__ == "Sync"
     for name in ("Wrong", "NotCallable"):
         with pytest.raises(InvalidArgumentError, match=rf"{name}, which has no method `\[async\] def run"):
             load_environment(f"game_of_user:{name}", tmp_path)
