@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -63,11 +63,17 @@ def unfit(found: object, kind: str, arguments: Sequence[str] | None = None, meth
 
 
 def has_method(found: object, method: str) -> bool:
-    """Return whether an object or class has this method, `def NAME` or `async def NAME`."""
-    needs_async, name = method.startswith("async "), method.rpartition(" ")[2]
+    """Return whether an object or class has this method, `def NAME`, `async def NAME` or either, `[async] def NAME`."""
+    kind, _, name = method.rpartition("def ")
     function = getattr(found, name, None)
-    written = inspect.unwrap(cast(Any, function)) if needs_async else function  # a decorator may hide `async`
-    return callable(function) and inspect.iscoroutinefunction(written) == needs_async
+    if not callable(function) or kind == "[async] ":
+        return callable(function)
+    return is_async(function) if kind else not inspect.iscoroutinefunction(function)
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Return whether a function was written as `async def`. A decorator may hide it."""
+    return inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
 def refused_arguments(function: object, arguments: Sequence[str], keywords: Mapping[str, Any] | None = None) -> str:

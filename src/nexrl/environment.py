@@ -6,7 +6,7 @@ outcome. It never sees tokens; the endpoint records them. `ChatLoop` is an envir
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -84,10 +84,17 @@ class Outcome:
 
 
 class Environment(Protocol):
-    """Runs episodes, many at a time."""
+    """Runs episodes, many at a time. None of its code runs in the event loop that serves the endpoint."""
 
-    async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
-        """Run one episode. An exception counts as env_error. Cancelled at its time limit, or when the worker stops."""
+    def run(self, task: Task, endpoint: Endpoint) -> Outcome | Awaitable[Outcome]:
+        """Run one episode. An exception counts as env_error.
+
+        `async def run`: all episodes share one event loop, so it must not block. It is cancelled at its time limit, and
+        when the worker stops.
+
+        `def run`: each episode has a thread of its own, so it may block, and must lock what episodes share. At its time
+        limit the endpoint begins to refuse its requests; it must return soon after.
+        """
         ...
 
 
@@ -165,9 +172,10 @@ def load_environment(reference: str, folder: Path) -> Environment:
         environment = factory()
     except USER_CODE_ERRORS as error:
         raise InvalidArgumentError(f"rollout.environment {reference}: {exception_text(error)}") from error
-    if not has_method(environment, "async def run"):
+    if not has_method(environment, "[async] def run"):
         raise InvalidArgumentError(
-            f"{reference}() returned {type(environment).__name__}, which has no method `async def run(task, endpoint)`"
+            f"{reference}() returned {type(environment).__name__}, which has no method "
+            "`[async] def run(task, endpoint)`"
         )
     return cast(Environment, environment)
 

@@ -1,10 +1,12 @@
 """Describes an exception of user code in one line: its type, the file and line that raised it, and its message."""
 
 import inspect
+import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from functools import partial
-from types import CodeType
+from types import CodeType, FrameType
 
 from nexrl.errors import NexrlError
 
@@ -22,7 +24,8 @@ def exception_text(error: BaseException, place: str = "") -> str:
     A task that was cancelled at its time limit was at the line of user code that the exception's causes name.
     """
     chain = _causes(error)
-    found = next(filter(None, map(_user_place, chain)), "") or place or _innermost_place(error)
+    places = (_user_place(traceback.walk_tb(cause.__traceback__)) for cause in chain)
+    found = next(filter(None, places), "") or place or _innermost_place(error)
     notes = [note for cause in chain for note in getattr(cause, "__notes__", ())]
     name = type(error).__name__ + (f" ({found})" if found else "")
     return "; ".join([f"{name}: {error}", *notes])
@@ -40,6 +43,12 @@ def defined_at(function: object) -> str:
     return ""
 
 
+def stack_place(thread: int | None) -> str:
+    """Return the line of user code at which a thread is now, as `file:line`; "" if it runs none."""
+    frame = sys._current_frames().get(thread or 0)
+    return _user_place(reversed(list(traceback.walk_stack(frame)))) if frame else ""
+
+
 def _causes(error: BaseException) -> list[BaseException]:
     """Return the exception and its causes, each once: `raise error from error` makes a circle."""
     chain: list[BaseException] = []
@@ -50,10 +59,10 @@ def _causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _user_place(error: BaseException) -> str:
-    """Return the innermost line that is in no library and not in NexRL, as `file:line`; "" if there is none."""
+def _user_place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the last line that is in no library and not in NexRL, as `file:line`; "" if there is none."""
     place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    for frame, line in frames:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         file = frame.f_code.co_filename
         if package != "nexrl" and not package.startswith("nexrl_") and not file.startswith(("<", *_LIBRARIES)):

@@ -19,6 +19,7 @@ from nexrl.v1.trajectory_pb2 import (
 )
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.session import Session
+from nexrl_rollout.user_threads import UserThreads
 
 _VERDICTS = {"env_error": VERDICT_ENV_ERROR, "reward_error": VERDICT_REWARD_ERROR, "timeout": VERDICT_TIMEOUT}
 
@@ -28,8 +29,11 @@ class AgentWorker(RolloutWorker):
 
     samples_together = False
 
-    def __init__(self, gateway: Gateway, environment: Environment, experiment: Experiment) -> None:
+    def __init__(
+        self, gateway: Gateway, environment: Environment, threads: UserThreads, experiment: Experiment
+    ) -> None:
         self._gateway = gateway
+        self._threads = threads
         self._environment = environment
         self._rollout = experiment.spec.rollout
         self._seed = experiment.spec.inference.seed
@@ -41,7 +45,8 @@ class AgentWorker(RolloutWorker):
         seeds = _seeds(self._seed, lease.samples[0])
         sampling = Sampling.of(lease, max_new_tokens=self._rollout.max_new_tokens)
         with self._gateway.session(sampling, seeds) as session:
-            outcome = await self._environment.run(Task(item["id"], item), self._gateway.endpoint(session))
+            arguments = (Task(item["id"], item), self._gateway.endpoint(session))
+            outcome = await self._threads.run(self._environment.run, arguments, "the environment")
         if not isinstance(outcome, Outcome):
             raise NexrlError(f"the environment returned {type(outcome).__name__}; it must return an Outcome")
         metadata = trajectory_metadata(item, self._key_list)

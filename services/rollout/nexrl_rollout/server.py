@@ -14,6 +14,7 @@ from nexrl_rollout.agent import AgentWorker
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.mock import MockWorker
 from nexrl_rollout.single_turn import SingleTurnWorker
+from nexrl_rollout.user_threads import ThreadLimits, UserThreads
 from nexrl_rollout.worker import RolloutLimits, RolloutLoop
 
 LOOPBACK = "127.0.0.1"
@@ -61,7 +62,9 @@ async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorke
             return SingleTurnWorker(policy, codec, load_reward(rollout.reward, experiment.folder), experiment)
         case AgentRollout():
             environment = load_environment(rollout.environment, experiment.folder)
-            return AgentWorker(await _open_gateway(process, policy, codec), environment, experiment)
+            threads = UserThreads(ThreadLimits(rollout.workers, max_blocked_seconds=rollout.timeout_seconds))
+            process.spawn(threads.watch(process.activity))
+            return AgentWorker(await _open_gateway(process, policy, codec), environment, threads, experiment)
         case WorkerRollout():
             return load_worker(rollout.worker, experiment.folder, WorkerContext(policy, codec, experiment))
         case _:

@@ -105,7 +105,7 @@ class AgentRollout(RolloutSpec):
     """An environment owns the conversation and the reward."""
 
     type: Literal["agent"] = Field(description="A conversation with an environment.")
-    environment: Annotated[Reference, code("a function or class", method="async def run"), written_out(None)] = Field(
+    environment: Annotated[Reference, code("a function or class", method="[async] def run"), written_out(None)] = Field(
         description="`module:Class` of the environment."
     )
 

@@ -60,7 +60,7 @@ FUNCTION = Mark(CODE, {"kind": "a function"})
 def code(kind: str, *arguments: str, method: str = "") -> Mark:
     """Marks a `module:name` of code that is called with these arguments.
 
-    `kind` is as in `nexrl.code_reference.is_a`. `method` is the method that a class must have: `async def run`.
+    `kind` is as in `nexrl.code_reference.is_a`. `method` is the method that a class must have, as in `has_method`.
     """
     return Mark(CODE, {"kind": kind, "arguments": list(arguments), "method": method})
 

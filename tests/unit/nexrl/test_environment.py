@@ -31,11 +31,13 @@ def test_environment_is_loaded_by_reference_from_the_users_folder(tmp_path: Path
         "def game():\n    return ChatLoop(object, max_turns=1)\n"
         "class Wrong:\n    pass\n"
         "class Sync:\n    def run(self, task, endpoint):\n        pass\n"
+        "class NotCallable:\n    run = 3\n"
         "def exits():\n    raise SystemExit('no game')\n"
     )
     assert isinstance(load_environment("game_of_user:game", tmp_path), ChatLoop)
-    for name in ("Wrong", "Sync"):
-        with pytest.raises(InvalidArgumentError, match=rf"{name}, which has no method `async def run"):
+    assert type(load_environment("game_of_user:Sync", tmp_path)).__name__ == "Sync"
+    for name in ("Wrong", "NotCallable"):
+        with pytest.raises(InvalidArgumentError, match=rf"{name}, which has no method `\[async\] def run"):
             load_environment(f"game_of_user:{name}", tmp_path)
     with pytest.raises(InvalidArgumentError, match=r"rollout\.environment game_of_user:exits: SystemExit .*: no game"):
         load_environment("game_of_user:exits", tmp_path)

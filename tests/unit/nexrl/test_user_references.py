@@ -84,7 +84,7 @@ def wrong_environment(name: str, message: str) -> tuple[dict[str, Any], str, str
     return wrong("rollout", "environment", name, message, type="agent")
 
 
-@pytest.mark.parametrize("name", ["Environment", "Decorated", "made"])
+@pytest.mark.parametrize("name", ["Environment", "SyncEnvironment", "Decorated", "made"])
 def test_an_environment_is_a_class_or_made_by_a_function(write: Callable[..., Path], name: str) -> None:
     assert validate_file(write(rollout={"type": "agent", "environment": f"of_the_user:{name}"})) == []
 
@@ -150,8 +150,7 @@ def test_code_of_the_user_is_accepted_and_bundled(write: Callable[..., Path]) ->
         ),
         wrong("rollout", "reward", "advantage", "is called with (task, text, is_finished), which it does not accept"),
         wrong_environment("EnvironmentOfASize", "is called with (), which it does not accept: missing a required"),
-        wrong_environment("SyncEnvironment", "must have a method `async def run`"),
-        wrong_environment("Mine", "must have a method `async def run`"),
+        wrong_environment("Mine", "must have a method `[async] def run`"),
         wrong_worker("AbstractWorker", "is abstract; override rollout"),
         wrong_worker("SyncWorker", "must have a method `async def rollout`"),
         wrong_worker("WorkerAlone", "is called with (context), which it does not accept: too many"),

@@ -1,9 +1,11 @@
 """The workers that come with the project, each over a fake engine behind gRPC."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any, cast
 
+import openai
 import pytest
 
 from nexrl.environment import ChatLoop, Endpoint, Outcome, Task, Turn
@@ -29,6 +31,7 @@ from nexrl_rollout.environments.number_guess import number_guess
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.mock import MockWorker
 from nexrl_rollout.single_turn import SingleTurnWorker
+from nexrl_rollout.user_threads import ThreadLimits, UserThreads
 from tests.support.rollout import FakeEngine, completion, experiment, policy_over, task_lease
 from tests.support.tokenizers import chat_tokenizer
 
@@ -165,7 +168,8 @@ async def run_agent(policy: Policy, environment: Any, lease: TaskLease, codec: T
     gateway = Gateway(policy, codec, model="default", max_context_tokens=256, timeout_seconds=30)
     await gateway.listen("127.0.0.1", 0)
     try:
-        worker = AgentWorker(gateway, environment, experiment(type="agent", environment="a:b"))
+        threads = UserThreads(ThreadLimits(max_abandoned=8, max_blocked_seconds=30))
+        worker = AgentWorker(gateway, environment, threads, experiment(type="agent", environment="a:b"))
         (result,) = await worker.rollout(lease)
     finally:
         await gateway.close()
@@ -248,6 +252,36 @@ async def test_an_environment_that_returns_no_outcome_is_told_what_to_return() -
     async with policy_over(FakeEngine()) as policy:
         with pytest.raises(NexrlError, match="the environment returned NoneType; it must return an Outcome"):
             await run_agent(policy, Scripted(cast(Outcome, None)), task_lease(0, 1))
+
+
+class Blocking:
+    """Asks the policy twice with OpenAI's synchronous client."""
+
+    def run(self, task: Task, endpoint: Endpoint) -> Outcome:
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+            for _ in range(2):
+                answer = client.chat.completions.create(model=endpoint.model, messages=messages)
+                reply = {"role": "assistant", "content": answer.choices[0].message.content}
+                messages += [reply, {"role": "user", "content": "and"}]
+        return Outcome("ok", 1.0)
+
+
+class BlockingCoroutine(Blocking):
+    """The same in a coroutine, which must not block."""
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Outcome:  # type: ignore[override]
+        return super().run(task, endpoint)
+
+
+@pytest.mark.parametrize("environment", [Blocking(), BlockingCoroutine()])
+@pytest.mark.guide("G18")
+async def test_an_environment_may_use_a_synchronous_client(environment: Any) -> None:
+    async with policy_over(says("4", "7")) as policy, asyncio.timeout(30):
+        result = await run_agent(policy, environment, task_lease(0, 1))
+    assert result.verdict == VERDICT_OK
+    (trajectory,) = result.trajectories
+    assert sum(trajectory.loss_mask) == 4  # two replies with their ends
 
 
 @pytest.mark.parametrize(
