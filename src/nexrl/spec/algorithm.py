@@ -226,20 +226,13 @@ class Grpo(AlgorithmSpec):
 
     type: Literal["grpo"] = Field(default="grpo", description="Group-relative policy optimisation.")
     advantage: Annotated[
-        str,
-        NameOrReference(ADVANTAGES),
-        code("a function", "rewards_B", "groups_B"),
-        written_out("group_mean"),
-    ] = Field(
-        default="group_mean",
-        description=DESCRIPTION,
-    )
+        str, NameOrReference(ADVANTAGES), code("a function", "rewards_B", "groups_B"), written_out("group_mean")
+    ] = Field(default="group_mean", description=DESCRIPTION)
     pass_k: Annotated[int, Field(ge=1, le=1023)] | None = Field(
         default=None,
         description="k of advantage pass_at_k, below trajectoryPool.groupSize: all samples of a group together would "
         "have nothing to be compared with. Only that advantage has it.",
     )
-
     discount: Ratio = Field(
         default=1.0,
         description="Weight of a reward for each generated token between it and the token whose return it counts in; "

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nexrl.algorithm import Batch, ProcessorContext, Sample, Trajectory
-from nexrl.spec.algorithm import AlgorithmSpec, OverlongPenaltySpec
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer.advantages import advantage_function
 from nexrl_trainer.processor import GroupProcessor
@@ -40,7 +41,7 @@ def one(mask: Sequence[int], rewards: Sequence[float] | None, reward: float | No
 
 def fit(groups: Sequence[Sequence[Sample]], **algorithm: Any) -> TrainBatch:
     spec = AlgorithmSpec.model_validate(algorithm)
-    context = ProcessorContext(spec, advantage_function(spec, Path()), no_model, no_model)
+    context = ProcessorContext(spec, advantage_function(spec, Path()), *3 * (no_model,))
     return TrainBatch.pack(GroupProcessor(context).fit(Batch(0, groups)).sequences)
 
 
