@@ -203,7 +203,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         ),
         ({"algorithm": {"refillLimit": 3}}, "spec.algorithm.refillLimit", ["3", "needs zeroVarianceGroups refill"]),
         (
-            {"algorithm": {"zeroVarianceGroups": "refill", "teacher": {"path": "/models/teacher"}}},
+            {"algorithm": {"zeroVarianceGroups": "refill", "teacher": {"path": "package:nexrl"}}},
             "spec.algorithm.zeroVarianceGroups",
             ["refill", "tells samples of equal rewards apart", "use keep or drop"],
         ),
