@@ -42,10 +42,12 @@ def find_open_transaction(content: mmap.mmap | bytes) -> int | None:
         except ValueError:  # these bytes are part of a value, because no command follows them
             last = content.rfind(EXEC, 0, last)
     first = content.find(MULTI)  # the file may begin with a snapshot in another format
-    try:
-        return _open_transaction(content, first) if first >= 0 else None
-    except ValueError:
-        return None
+    while first >= 0:
+        try:
+            return _open_transaction(content, first)
+        except ValueError:
+            first = content.find(MULTI, first + 1)
+    return None
 
 
 def _open_transaction(content: mmap.mmap | bytes, at: int) -> int | None:
