@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import NAME, nexrl, running
+from tests.support.runs import NAME, eventually, nexrl, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -30,6 +30,9 @@ async def test_the_status_of_a_run_that_goes_on_shows_the_samples_that_fail(root
         await run.until(lambda experiment: bool(experiment.failing_samples))
         status = nexrl(root, "status", NAME, seconds=COMMAND_SECONDS)
         assert (status.returncode, run.launcher.returncode) == (0, None)
+        await eventually(
+            lambda: "samples fail 100 % of the last " in (root / "output").read_text(), seconds=COMMAND_SECONDS
+        )
     told = " ".join(status.stdout.split())
     assert "copy-digits: Running" in told
     assert "samples fail: 100 % of the last " in told

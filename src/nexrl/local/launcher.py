@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions
     finally:
         if redis_socket is not None:
             shutil.rmtree(redis_socket.parent, ignore_errors=True)
-    ending = _ending(ended)
+    ending = _ending(ended, launcher.dropped)
     write_report(folder, experiment, launcher.children, time.monotonic() - began, ending)
     (folder.path / ENDPOINTS_FILE).unlink()  # a launcher that is killed leaves the file, which tells the two apart
     await _copy_to_storage(folder, experiment)
@@ -131,11 +131,11 @@ async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions
     return ending.exit_code
 
 
-def _ending(ended: pb.Experiment | None) -> Ending:
+def _ending(ended: pb.Experiment | None, dropped: Mapping[str, int]) -> Ending:
     if ended is None:
-        return Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", INTERRUPTED_EXIT)
+        return Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", INTERRUPTED_EXIT, dropped)
     exit_code = TrainingFailedError.exit_code if ended.phase == pb.PHASE_FAILED else 0
-    return Ending(phase_name(ended), ended.reason, ended.message, exit_code)
+    return Ending(phase_name(ended), ended.reason, ended.message, exit_code, dropped)
 
 
 async def _copy_to_storage(folder: RunFolder, experiment: Experiment) -> None:
@@ -192,6 +192,8 @@ class Launcher:
         self._budgets = {name: RestartBudget(name, policy, health.stall_deadline_seconds) for name in CORE}
         self._step = 0
         """The newest training step that the controller has reported."""
+        self.dropped: Mapping[str, int] = {}
+        """Samples that were dropped, by reason; known once `run` has ended."""
         self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> pb.Experiment | None:
@@ -232,6 +234,7 @@ class Launcher:
                     return self._failure.result()
                 return await ending if ending.done() else None
             finally:
+                self.dropped = view.dropped
                 beside += [ending, interrupted]
                 for task in beside:
                     task.cancel()

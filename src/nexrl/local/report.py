@@ -31,6 +31,8 @@ class Ending:
     reason: str
     message: str
     exit_code: int
+    dropped: Mapping[str, int]
+    """Samples that were dropped, by reason."""
 
 
 def write_report(
@@ -115,8 +117,18 @@ def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
         if ends[0] is not None:
             table.add_row(f"held-out {score}", *_cells(ends))
     console.print(table)
+    if told := described_drops(summary["dropped"]):
+        console.print(told, highlight=False, soft_wrap=True)
     rate = "-" if summary["samples_per_second"] is None else summary["samples_per_second"]
     console.print(f"{rate} samples/s; results, logs and checkpoints: {folder.path}", highlight=False, soft_wrap=True)
+
+
+def described_drops(dropped: Mapping[str, int]) -> str:
+    """Return how many samples were dropped, and why, for people; empty if none was."""
+    if not dropped:
+        return ""
+    counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    return f"dropped samples: {counts}; `nexrl logs RUN rollout-0` has the errors of those that failed"
 
 
 def _cells(values: Iterable[float | None]) -> list[str]:

@@ -136,8 +136,10 @@ class RunFolder:
         return self.path / LOGS_FOLDER
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write `content` as JSON to a file of the run."""
-        (self.path / name).write_text(json.dumps(content, indent=2) + "\n")
+        """Write `content` as JSON to a file of the run, which others may read at any time."""
+        partial = self.path / f"{name}.tmp"
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(self.path / name)
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the metrics of each step, in order. If a step was replayed, its newest values count.

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nexrl.local.launcher import controller_address
+from nexrl.local.report import described_drops
 from nexrl.local.run_folder import experiment_of, is_running
 from nexrl.local.view import phase_text
 from nexrl.rpc.client import call, connect
@@ -38,10 +39,12 @@ def ending_of(run: Path) -> str:
     summary = json.loads((run / SUMMARY_FILE).read_text())
     if "phase" not in summary:  # written by an earlier version
         return f"{name}: ended at step {summary['steps']}"
-    return (
-        f"{name}: {summary['phase']} ({summary['reason']}), exit code {summary['exit_code']}: {summary['message']}\n"
-        f"step {summary['steps']}; more in {run / SUMMARY_FILE}"
-    )
+    lines = [
+        f"{name}: {summary['phase']} ({summary['reason']}), exit code {summary['exit_code']}: {summary['message']}",
+        described_drops(summary.get("dropped", {})),
+        f"step {summary['steps']}; more in {run / SUMMARY_FILE}",
+    ]
+    return "\n".join(filter(None, lines))
 
 
 async def _ask(run_folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -38,6 +38,11 @@ def phase_text(experiment: pb.Experiment) -> str:
     """Return the phase and its reason. A run that makes steps has no reason worth showing."""
     is_well = experiment.phase == pb.PHASE_RUNNING and experiment.reason != STALLED
     return phase_name(experiment) + (f": {experiment.message}" if experiment.message and not is_well else "")
+
+
+def _news(experiment: pb.Experiment) -> tuple[object, ...]:
+    """Return that whose change is worth a line."""
+    return experiment.phase, experiment.reason, bool(experiment.failing_samples)
 
 
 class RunView:
@@ -76,7 +81,7 @@ class RunView:
             self._first_step = (time.monotonic(), step)
         if step > self._last.progress.step:
             self._step_unix_seconds = time.time()
-        is_news = (experiment.phase, experiment.reason) != (self._last.phase, self._last.reason)
+        is_news = _news(experiment) != _news(self._last)
         self._last = experiment
         if self._live:
             self._live.update(self._table(), refresh=True)
@@ -98,6 +103,11 @@ class RunView:
         if self._live:
             self._live.update(self._table(), refresh=True)
 
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """The samples dropped so far, by reason, as the pool was seen last."""
+        return dict(self._pool.dropped)
+
     def _samples_per_second(self) -> float:
         if self._first_step is None:
             return 0.0
@@ -118,6 +128,8 @@ class RunView:
         facts["pool"] = f"{pool.leased} leased, {pool.grouping} grouping, {pool.ready} ready, {pool.batched} in batches"
         if pool.dropped:
             facts["dropped"] = ", ".join(f"{count} {reason}" for reason, count in pool.dropped.items())
+        if self._last.failing_samples and self._last.phase != pb.PHASE_FAILED:
+            facts["samples fail"] = self._last.failing_samples
         # The error that made the run fail is printed once, at its end.
         if self._activity.recent_error_count and self._last.phase != pb.PHASE_FAILED:
             newest = self._activity.errors[0]

@@ -37,7 +37,7 @@ from tests.support.kubelet import experiment_object
 from tests.support.services import small_experiment
 
 SCRATCH = {"alphabet": "0123456789", "hiddenSize": 16, "layers": 1, "heads": 2, "maxPositions": 32}
-INTERRUPTED = Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", 130)
+INTERRUPTED = Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", 130, {})
 
 PARENT = """
 import os, subprocess, sys
@@ -255,10 +255,13 @@ async def test_the_status_of_a_run_that_is_not_on_is_told_at_once(
     assert "its launcher was killed" in ending_of(folder.path)
     with closing(RunFolder(tmp_path, small_experiment("mine", resume={"mode": "auto"}))) as folder:
         assert not (folder.path / "endpoints.json").exists()
-        write_report(folder, small_experiment("mine"), [], 1.0, Ending("Failed", "BadConfiguration", "no data", 10))
-    capsys.readouterr()
+        ending = Ending("Failed", "BadConfiguration", "no data", 10, {"reward_error": 7, "stale": 1})
+        write_report(folder, small_experiment("mine"), [], 1.0, ending)
+    drops = "dropped samples: 7 reward_error, 1 stale; `nexrl logs RUN rollout-0` has the errors of those that failed"
+    assert drops in capsys.readouterr().out
     await print_status(folder.path)
-    assert capsys.readouterr().out.startswith("mine: Failed (BadConfiguration), exit code 10: no data\nstep 0; more in")
+    told = capsys.readouterr().out
+    assert told.startswith(f"mine: Failed (BadConfiguration), exit code 10: no data\n{drops}\nstep 0; more in")
 
 
 def test_what_resumes_a_run_is_how_it_was_started_and_resume_mode_auto() -> None:
