@@ -23,8 +23,8 @@ from nexrl.local.components import free_ports
 from nexrl.models import build_model, iter_weights
 from nexrl.rpc.client import CLIENT_OPTIONS
 from nexrl.spec import Experiment, dump_resolved
+from nexrl.v1 import policy_pb2, trajectory_pb2
 from nexrl.v1 import train_batch_pool_service_pb2 as pb
-from nexrl.v1 import trajectory_pb2
 from nexrl.v1 import weight_sync_service_pb2 as weight_sync_pb
 from nexrl.weights.packing import tensor_specs
 from nexrl_trainer.checkpoint import find_latest_checkpoint
@@ -347,7 +347,7 @@ def _run_folder(folder: Path, experiment: Experiment) -> Path:
 def _replica(weight_sync: str, experiment: Experiment) -> Iterator[None]:
     model = experiment.spec.model
     specs = tensor_specs(list(iter_weights(build_model(model, model.seed))))
-    arguments = (weight_sync, TAG, "replica", specs, "sound")
+    arguments = (weight_sync, TAG, policy_pb2.Replica(replica_id="replica"), specs, "sound")
     process = _processes.Process(target=replica_process.main, args=arguments, daemon=True)
     process.start()
     try:
