@@ -133,7 +133,7 @@ def test_a_home_that_is_none_is_a_violation_that_names_the_field() -> None:
 
 def test_commands_say_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(FailedPreconditionError, match=r"nexrl\[kubernetes\]"):
+    with pytest.raises(FailedPreconditionError, match=r"pip install -e .\.\[kubernetes\]"):
         importlib.reload(nexrl.k8s)
     monkeypatch.undo()
     importlib.reload(nexrl.k8s)
