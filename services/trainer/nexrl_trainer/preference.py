@@ -1,4 +1,4 @@
-"""Preference losses: pairs of a better and a worse sample of a group.
+"""Preference losses: they compare a better with a worse sample of the same group, which form a pair.
 
 Suffixes: _S samples of the batch, _P pairs, _B sequences, _N tokens of a train batch, _T trained tokens of one call.
 
