@@ -50,12 +50,15 @@ def stack_place(thread: int | None) -> str:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Return the exception and its causes, each once: `raise error from error` makes a circle."""
+    """Return the exception and what it was raised from, each once: `raise error from error` makes a circle.
+
+    Without a cause that is its context: `asyncio.timeout` of Python 3.11.2 names no cause.
+    """
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain:
         chain.append(following)
-        following = following.__cause__
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
     return chain
 
 

@@ -12,12 +12,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 RUN_SECONDS = 200.0
 STATUS_SECONDS = 60.0
-LIMITS = ("rollout.timeoutSeconds=1", "rollout.workers=64", "failurePolicy.maxRestarts=0")
+LIMITS = (
+    "rollout.timeoutSeconds=1",
+    "rollout.workers=64",
+    "trajectoryPool.batchSize=64",
+    "failurePolicy.maxRestarts=0",
+)
 OFTEN = ("validation=null", "monitor.health.checkIntervalSeconds=1")
 HEAD = "import os, signal, time\n\n\ndef reward(task, text, is_finished):\n    "
 SAMPLES_FAIL = ("Failed (SamplesFailing), exit code 10: 100 % of the last ", " of rollout-0: ")
 FIX = ("REWARD_ERROR: reward of task train-", "fix the reward function; the limit is rollout.maxFailureRatio, 1")
-TOO_LONG = ("no result after 1 s; the reward at {file}:4 had not returned", "or raise rollout.timeoutSeconds")
+TOO_LONG = ("no result after 1 s; the reward at {file}:5 had not returned", "or raise rollout.timeoutSeconds")
 ENDED = ("Failed (ComponentFailed), exit code 10: rollout-0 ", "the limit of failurePolicy.maxRestarts")
 
 

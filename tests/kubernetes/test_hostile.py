@@ -53,6 +53,14 @@ def _shell(name: str, script: str) -> Object:
     return {"name": name, "image": "IMAGE", "command": ["sh", "-c", script], "securityContext": allowed}
 
 
+SCARCE = "nexrl.dev/scarce"
+"""A resource of which the namespace's quota is 0. No other pod requests it."""
+QUOTA: Object = {
+    "apiVersion": "v1",
+    "kind": "ResourceQuota",
+    "metadata": {"name": "scarce"},
+    "spec": {"hard": {f"requests.{SCARCE}": "0"}},
+}
 IDLE = {"command": ["sh", "-c", "sleep 600"]}
 FAILS = _shell("fetch", "echo no such bucket; exit 7")
 FAULTS: dict[str, Fault] = {
@@ -103,6 +111,15 @@ FAULTS: dict[str, Fault] = {
         ("FailedCreate",),
         {"securityContext": {"allowPrivilegeEscalation": True}},
     ),
+    "over-quota": Fault(
+        (
+            "StatefulSet over-quota-rollout cannot create its pods",
+            "exceeded quota: scarce",
+            f"raise the ResourceQuota, or lower the requests in {TEMPLATE}",
+        ),
+        ("FailedCreate",),
+        {"resources": {"requests": {SCARCE: "1"}, "limits": {SCARCE: "1"}}},
+    ),
     "raises": Fault(("mine.py:1", "ValueError", "no judge"), code="raise ValueError('no judge')"),
     "exits": Fault(("exit code 42", "ended the process"), code="import os; os._exit(42)"),
     "loops": Fault(
@@ -144,6 +161,8 @@ def hostile(namespace: Namespace) -> Iterator[dict[str, Running]]:
     """All experiments, applied at once."""
     operator = namespace.get("deployment", f"{RELEASE}-operator")["spec"]["template"]["spec"]
     image = operator["containers"][0]["image"]
+    namespace.apply(QUOTA)
+    eventually(lambda: namespace.get("resourcequota", "scarce").get("status"), "the quota is counted")
     with ExitStack() as stack:
         items = {name: _experiment(name, fault, image) for name, fault in FAULTS.items()}
         yield {name: stack.enter_context(applied(namespace, item)) for name, item in items.items()}

@@ -59,16 +59,23 @@ async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorke
     codec = TextCodec(build_tokenizer(experiment.spec.model), chat=rollout.chat, system_prompt=rollout.system_prompt)
     match rollout:
         case ScoredRollout():
-            return SingleTurnWorker(policy, codec, load_reward(rollout.reward, experiment.folder), experiment)
+            reward = load_reward(rollout.reward, experiment.folder)
+            return SingleTurnWorker(policy, codec, reward, _user_threads(process), experiment)
         case AgentRollout():
             environment = load_environment(rollout.environment, experiment.folder)
-            threads = UserThreads(ThreadLimits(rollout.workers, max_blocked_seconds=rollout.timeout_seconds))
-            process.spawn(threads.watch(process.activity))
-            return AgentWorker(await _open_gateway(process, policy, codec), environment, threads, experiment)
+            gateway = await _open_gateway(process, policy, codec)
+            return AgentWorker(gateway, environment, _user_threads(process), experiment)
         case WorkerRollout():
             return load_worker(rollout.worker, experiment.folder, WorkerContext(policy, codec, experiment))
         case _:
             return MockWorker(policy, codec, experiment)
+
+
+def _user_threads(process: ServiceProcess) -> UserThreads:
+    rollout = process.experiment.spec.rollout
+    threads = UserThreads(ThreadLimits(rollout.workers, max_blocked_seconds=rollout.timeout_seconds))
+    process.spawn(threads.watch(process.activity))
+    return threads
 
 
 async def _open_gateway(process: ServiceProcess, policy: Policy, codec: TextCodec) -> Gateway:

@@ -1,10 +1,8 @@
 """rollout.type simple and single_turn_math: one prompt, one completion, a reward function."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nexrl.exception_text import defined_at
 from nexrl.policy import Policy, Sampling, draw_seed
 from nexrl.rewards import Reward, RewardFailedError, Score, score
 from nexrl.rollout_worker import RolloutWorker, failed, scored
@@ -15,15 +13,19 @@ from nexrl.text import TextCodec
 from nexrl.transcript import Transcript
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
 from nexrl.v1.trajectory_pb2 import VERDICT_REWARD_ERROR, SampleResult, TaskLease
+from nexrl_rollout.user_threads import UserThreads
 
 
 class SingleTurnWorker(RolloutWorker):
     """Draws all samples of a lease in one call of the policy. The prompt is tokenized once for the group."""
 
-    def __init__(self, policy: Policy, codec: TextCodec, reward: Reward, experiment: Experiment) -> None:
+    def __init__(
+        self, policy: Policy, codec: TextCodec, reward: Reward, threads: UserThreads, experiment: Experiment
+    ) -> None:
         self._policy = policy
         self._codec = codec
         self._reward = reward
+        self._threads = threads
         self._rollout = experiment.spec.rollout
         self._seed = experiment.spec.inference.seed
         self._key_list = experiment.spec.trajectory_pool.key_list
@@ -41,12 +43,8 @@ class SingleTurnWorker(RolloutWorker):
         )
         decoded = self._codec.decode([completion.token_ids for completion in completions])
         texts = [text_before_stop(text, lease.stop) for text in decoded]
-        # In a thread: a slow reward must delay neither the renewal of leases nor other groups.
-        try:
-            scores = await asyncio.to_thread(self._score, task, texts, completions)
-        except asyncio.CancelledError as error:
-            error.add_note(f"the reward at {defined_at(self._reward)} had not returned")
-            raise
+        # A slow reward must delay neither the renewal of leases nor other groups.
+        scores = await self._threads.run(self._score, (task, texts, completions), "the reward")
         metadata = trajectory_metadata(task, self._key_list)
         results = []
         for sample, completion, text, given in zip(lease.samples, completions, texts, scores, strict=True):

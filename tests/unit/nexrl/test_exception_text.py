@@ -65,11 +65,19 @@ async def test_code_that_ran_over_its_time_is_named_by_the_line_at_which_it_wait
     assert exception_text(late) == f"DeadlineExceededError ({line_of('await asyncio.Event')}): no result after 1 s"
 
 
-def test_the_notes_of_its_causes_are_told() -> None:
+@pytest.mark.parametrize("link", ["__cause__", "__context__"])
+def test_the_notes_of_what_it_was_raised_from_are_told(link: str) -> None:
     late, cause = DeadlineExceededError("no result after 1 s"), TimeoutError()
     cause.add_note("the reward had not returned")
-    late.__cause__ = cause
+    setattr(late, link, cause)
     assert exception_text(late) == "DeadlineExceededError: no result after 1 s; the reward had not returned"
+
+
+def test_the_notes_of_what_was_handled_before_are_not_told_if_suppressed() -> None:
+    error = ValueError("again")
+    error.__context__, error.__suppress_context__ = KeyError(), True
+    error.__context__.add_note("not told")
+    assert exception_text(error) == "ValueError: again"
 
 
 def test_an_exception_that_is_its_own_cause_is_told_once() -> None:

@@ -38,6 +38,7 @@ from tests.support.tokenizers import chat_tokenizer
 SCRATCH = TextCodec(build_tokenizer(experiment().spec.model))
 CHAT = TextCodec(chat_tokenizer(), chat=True, system_prompt="be brief")
 EOS = 2
+THREADS = ThreadLimits(max_abandoned=8, max_blocked_seconds=30)
 
 
 def says(*texts: str, codec: TextCodec = SCRATCH, end: int = EOS) -> FakeEngine:
@@ -57,7 +58,9 @@ def says(*texts: str, codec: TextCodec = SCRATCH, end: int = EOS) -> FakeEngine:
 async def test_simple_samples_a_whole_group_in_one_call_and_scores_each() -> None:
     engine = says("21", "12")
     async with policy_over(engine) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple", temperature=0.3))
+        worker = SingleTurnWorker(
+            policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple", temperature=0.3)
+        )
         results = await worker.rollout(task_lease(0, 4, prompt="12", answer="21"))
     (request,) = engine.requests
     assert (request.n, request.max_new_tokens, request.temperature) == (4, 16, 1.0)  # the lease's temperature
@@ -76,7 +79,7 @@ async def test_simple_draws_with_the_experiments_parameters_and_scores_the_text_
     lease = task_lease(0, 1, prompt="12", answer="21")
     lease.MergeFrom(TaskLease(top_p=0.9, top_k=5, stop=[".", "x"]))
     async with policy_over(engine) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple"))
+        worker = SingleTurnWorker(policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple"))
         (result,) = await worker.rollout(lease)
     (request,) = engine.requests
     assert (request.top_p, request.top_k, list(request.stop)) == (0.9, 5, [".", "x"])
@@ -87,7 +90,9 @@ async def test_simple_draws_with_the_experiments_parameters_and_scores_the_text_
 
 async def test_completion_cut_by_the_limit_is_truncated_and_still_scored() -> None:
     async with policy_over(says("2121212121")) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple", maxNewTokens=3))
+        worker = SingleTurnWorker(
+            policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple", maxNewTokens=3)
+        )
         (result,) = await worker.rollout(task_lease(0, 1))
     assert result.verdict == VERDICT_TRUNCATED
     assert result.trajectories[0].reward == 0.0
@@ -98,7 +103,7 @@ async def test_reward_that_fails_fails_its_own_sample_only() -> None:
         return 1 / int(text)
 
     async with policy_over(says("1", "0")) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, fails_on_zero, experiment(type="simple"))
+        worker = SingleTurnWorker(policy, SCRATCH, fails_on_zero, UserThreads(THREADS), experiment(type="simple"))
         results = await worker.rollout(task_lease(0, 2))
     assert [result.verdict for result in results] == [VERDICT_OK, VERDICT_REWARD_ERROR]
     assert not results[1].trajectories
@@ -112,7 +117,7 @@ async def test_task_without_a_prompt_is_an_error_and_asks_no_engine(item: str) -
     lease = task_lease(0, 1)
     lease.task.item_json = item
     async with policy_over(engine) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, exact_match, experiment(type="simple"))
+        worker = SingleTurnWorker(policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple"))
         with pytest.raises(InvalidArgumentError, match="train-0"):
             await worker.rollout(lease)
     assert not engine.requests
@@ -125,7 +130,7 @@ async def test_grouping_keys_of_the_pool_travel_as_metadata() -> None:
     document["spec"]["trajectoryPool"]["keyList"] = ["level", "task_id"]
     keyed = type(experiment()).model_validate_json(json.dumps(document))
     async with policy_over(says("21")) as policy:
-        (result,) = await SingleTurnWorker(policy, SCRATCH, exact_match, keyed).rollout(lease)
+        (result,) = await SingleTurnWorker(policy, SCRATCH, exact_match, UserThreads(THREADS), keyed).rollout(lease)
     assert dict(result.trajectories[0].metadata) == {"task_id": "train-0", "level": "3"}
 
 
@@ -134,7 +139,9 @@ async def test_math_goes_through_the_chat_template_and_grades_the_last_number() 
     end = CHAT.encode("<|im_end|>")[0]
     engine = says("it is 21", codec=CHAT, end=end)
     async with policy_over(engine) as policy:
-        worker = SingleTurnWorker(policy, CHAT, math_answer, experiment(type="single_turn_math", chat=True))
+        worker = SingleTurnWorker(
+            policy, CHAT, math_answer, UserThreads(THREADS), experiment(type="single_turn_math", chat=True)
+        )
         (result,) = await worker.rollout(task_lease(0, 1, prompt="12+9", answer="21"))
     assert list(engine.requests[0].prompt_token_ids) == CHAT.encode(
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n12+9<|im_end|>\n<|im_start|>assistant\n"
@@ -168,7 +175,7 @@ async def run_agent(policy: Policy, environment: Any, lease: TaskLease, codec: T
     gateway = Gateway(policy, codec, model="default", max_context_tokens=256, timeout_seconds=30)
     await gateway.listen("127.0.0.1", 0)
     try:
-        threads = UserThreads(ThreadLimits(max_abandoned=8, max_blocked_seconds=30))
+        threads = UserThreads(THREADS)
         worker = AgentWorker(gateway, environment, threads, experiment(type="agent", environment="a:b"))
         (result,) = await worker.rollout(lease)
     finally:
