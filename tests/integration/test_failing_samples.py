@@ -120,7 +120,7 @@ def experiment(tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyP
         (
             "sleeps",
             {"timeoutSeconds": 0.1},
-            ("TIMEOUT: ", "no result after 0.1 s; the reward at {place} had not returned", "rollout.timeoutSeconds"),
+            ("TIMEOUT: ", "the reward at {place} had not returned", "rollout.timeoutSeconds"),
         ),
     ],
 )
@@ -132,7 +132,8 @@ async def test_an_experiment_of_which_every_attempt_fails_ends_with_exception_fi
     rollout: dict[str, Any],
     said: tuple[str, ...],
 ) -> None:
-    line = '    return {}["score"]' if reward == "raises" else f"def {reward}(task, text, is_finished):"
+    lines = {"raises": '    return {}["score"]', "sleeps": "    time.sleep(0.4)"}
+    line = lines.get(reward, f"def {reward}(task, text, is_finished):")
     async with deployed(tmp_path, redis_url, experiment(reward, **rollout)) as (pool, states):
         state = await until(states, has_outcome)
         assert (state.reason, state.failing_samples + "; the limit is rollout.maxFailureRatio, 1") == (

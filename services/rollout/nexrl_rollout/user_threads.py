@@ -72,13 +72,14 @@ class UserThreads:
             end = await asyncio.shield(ended)
         except asyncio.CancelledError as error:
             cancel()
+            where = f"{name} at {stack_place(thread.ident) or defined_at(function)}"
             await self._wait_in_grace(ended)
+            if not (is_async(function) and ended.done()):  # the exception of a cancelled coroutine names its line
+                error.add_note(f"{where} had not returned")
             if ended.done():
                 raise error from ended.result().error
-            place = stack_place(thread.ident) or defined_at(function)
             if not is_async(function):
-                self._abandon(ended, f"{name} at {place}")
-            error.add_note(f"{name} at {place} had not returned")
+                self._abandon(ended, where)
             raise
         if end.error is not None:
             raise end.error

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,6 +89,24 @@ async def test_a_cancelled_coroutine_ends_with_its_finally_and_its_line_is_named
         await call
     assert cleaned.is_set()
     assert line_of(waits, "Event().wait()") in exception_text(cast(BaseException, raised.value.__cause__))
+
+
+async def test_a_function_that_returns_soon_after_its_cancellation_is_named_and_not_abandoned() -> None:
+    threads, begun, may_end = UserThreads(PATIENT), threading.Event(), threading.Event()
+
+    def waits() -> None:
+        begun.set()
+        may_end.wait()
+
+    call = asyncio.create_task(threads.run(waits, (), "the reward"))
+    await asyncio.to_thread(begun.wait)
+    call.cancel()
+    await asyncio.sleep(0)  # it waits in grace
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError) as raised:
+        await call
+    assert re.search(rf"the reward at {__file__}:\d+ had not returned", exception_text(raised.value))
+    assert not threads._abandoned
 
 
 async def test_functions_that_go_on_after_their_cancellation_are_named_and_too_many_end_the_process(

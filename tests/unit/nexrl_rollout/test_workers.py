@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ from tests.support.tokenizers import chat_tokenizer
 SCRATCH = TextCodec(build_tokenizer(experiment().spec.model))
 CHAT = TextCodec(chat_tokenizer(), chat=True, system_prompt="be brief")
 EOS = 2
+MANY = 40
+"""More calls than the threads of asyncio's own pool."""
 THREADS = ThreadLimits(max_abandoned=8, max_blocked_seconds=30)
 
 
@@ -108,6 +111,18 @@ async def test_reward_that_fails_fails_its_own_sample_only() -> None:
     assert [result.verdict for result in results] == [VERDICT_OK, VERDICT_REWARD_ERROR]
     assert not results[1].trajectories
     assert "ZeroDivisionError" in results[1].error
+
+
+async def test_rewards_that_do_not_return_keep_no_other_from_being_called() -> None:
+    all_called = threading.Barrier(MANY)
+
+    def waits(task: Mapping[str, object], text: str, is_finished: bool) -> float:
+        return float(all_called.wait(20.0) >= 0)
+
+    async with policy_over(says("1")) as policy:
+        worker = SingleTurnWorker(policy, SCRATCH, waits, UserThreads(THREADS), experiment(type="simple"))
+        results = await asyncio.gather(*(worker.rollout(task_lease(0, 1)) for _ in range(MANY)))
+    assert [result.verdict for (result,) in results] == [VERDICT_OK] * MANY
 
 
 @pytest.mark.parametrize("item", ["{}", '{"prompt": ""}', '{"prompt": 3}', "[]", "{"])
