@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from nexrl import __version__
-from nexrl.errors import InvalidArgumentError, NexrlError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
 from nexrl.spec import load_experiment, yaml_core
 
 app = typer.Typer(
@@ -288,12 +288,24 @@ def version() -> None:
 
 
 def main() -> None:
-    """Run the command line. A typed error is printed as one message, and its class decides the exit code."""
+    """Run the command line. A typed error is printed as one message, and its class decides the exit code.
+
+    So is a package that is not installed: the base install, an SDK, lacks what most commands need.
+    """
     try:
         app()
     except NexrlError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package.startswith("nexrl"):
+            raise
+        sys.stderr.write(
+            f"error: Python package {package} is not installed; this command needs the extra local of this package; "
+            "in a checkout: pip install -e '.[local]'\n"
+        )
+        sys.exit(FailedPreconditionError.exit_code)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""How `nexrl serve` starts a service."""
+"""How `nexrl serve` starts a service, and what a command says that lacks a package."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from nexrl import cli
+from nexrl.errors import FailedPreconditionError
 
 
 class EntryPoint:
@@ -39,3 +43,19 @@ def test_a_service_is_imported_without_garbage_collection_and_served_with_it(ser
     cli.serve(service.name)
     assert service.is_collected == [False, True]
     assert service.frozen > 0
+
+
+@pytest.mark.parametrize("command", ["status", "audit", "traj list", "run"])
+def test_a_command_without_its_packages_says_what_to_install(tmp_path: Path, command: str) -> None:
+    (tmp_path / "experiment.yaml").touch()
+    code = "import sys; sys.modules.update(redis=None, pydantic_settings=None); from nexrl.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == FailedPreconditionError.exit_code
+    assert " is not installed; this command needs the extra local" in done.stderr
+    assert "Traceback" not in done.stderr
