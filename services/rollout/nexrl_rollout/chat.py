@@ -60,7 +60,7 @@ def add_token_ids(response: dict[str, Any], prompt_ids: Sequence[int], completio
 
 def add_logprobs(response: dict[str, Any], tokens: Sequence[str], completion: GeneratedCompletion) -> None:
     """Add the recorded log-probabilities; `tokens` are the names of the tokens."""
-    content = [
+    content: list[dict[str, Any]] = [
         {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(tokens, completion.logprobs, strict=True)
     ]
