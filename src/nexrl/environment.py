@@ -39,8 +39,8 @@ class Task:
 class Endpoint:
     """An OpenAI-compatible API for one episode. It records all that it generates as the trajectory of the episode.
 
-    The experiment's `rollout` section sets temperature, top_p, top_k and stop strings, whatever the client asks for. A
-    client may lower max_tokens and add stop strings to a turn.
+    The experiment sets temperature, top_p, top_k and seeds: a client omits them, and is refused if it sends other
+    values. It may lower max_tokens and add stop strings to a turn.
     """
 
     base_url: str

@@ -1,6 +1,7 @@
 """Text <-> token ids with the model's own tokenizer and chat template."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,13 @@ class TextCodec:
     def vocabulary_size(self) -> int:
         """Token ids are below this."""
         return int(self._rust.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """True if the chat template writes tools: otherwise `render` drops them."""
+        probe = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
+        conversation = [{"role": "user", "content": "x"}]
+        return self.render(conversation, [probe]) != self.render(conversation)
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Token ids of a task's prompt: as a user message where the experiment says chat, else as it is."""

@@ -4,7 +4,8 @@ An agent that uses OpenAI's API needs no change to be trained: it gets a base UR
 never handles tokens.
 """
 
-from collections.abc import Awaitable, Callable, Iterator
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,19 +17,25 @@ from nexrl.errors import InvalidArgumentError, NexrlError, NotFoundError
 from nexrl.policy import Policy, Sampling
 from nexrl.rpc.status import http_status
 from nexrl.text import TextCodec
+from nexrl.v1.inference_service_pb2 import GeneratedCompletion
 from nexrl_rollout import metrics
 from nexrl_rollout.chat import (
-    ChatRequest,
+    add_logprobs,
+    add_token_ids,
     chat_completion,
     context_overflow,
     error_body,
-    parse_chat_request,
     reply_message,
     stream_events,
 )
+from nexrl_rollout.chat_request import ChatRequest, parse_chat_request, refused
 from nexrl_rollout.session import Session, SessionPrompt
 
 MAX_BODY_BYTES = 16 * 2**20
+TOO_LARGE = (
+    f"the request is larger than {MAX_BODY_BYTES // 2**20} MiB. Send shorter messages; if they echo token ids of "
+    "earlier turns, leave those out, or do not ask for them (return_token_ids, return_tokens_as_token_ids)"
+)
 
 
 class ContextOverflowError(InvalidArgumentError):
@@ -85,11 +92,12 @@ class Gateway:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        chat = parse_chat_request(await _json(request))
+        chat = parse_chat_request(await _json(request), session.sampling)
         response = await self._serve(session, chat)
         return await _streamed(request, response) if chat.stream else web.json_response(response)
 
     async def _serve(self, session: Session, chat: ChatRequest) -> dict[str, Any]:
+        self._check_tools(chat)
         prompt = session.prompt(self._codec, chat.messages, chat.tools)
         room = self._max_context_tokens - len(prompt.token_ids)
         if room < 1:
@@ -104,7 +112,7 @@ class Gateway:
             timeout_seconds=self._timeout_seconds,
         )
         text = self._codec.decode([completions[0].token_ids])[0]
-        message = reply_message(text, stop, parse_tool_calls=bool(chat.tools))
+        message = reply_message(text, stop, parse_tool_calls=chat.parse_tool_calls)
         session.record(
             prompt,
             completions[0],
@@ -115,7 +123,23 @@ class Gateway:
         )
         if prompt.is_break:
             metrics.CONTIGUITY_VIOLATIONS.inc()
-        return chat_completion(self._model, message, prompt.token_ids, completions[0])
+        return self._response(chat, message, prompt, completions[0])
+
+    def _response(
+        self, chat: ChatRequest, message: Mapping[str, Any], prompt: SessionPrompt, completion: GeneratedCompletion
+    ) -> dict[str, Any]:
+        response = chat_completion(self._model, message, prompt.token_ids, completion)
+        if chat.token_ids:
+            add_token_ids(response, prompt.token_ids, completion)
+        if chat.logprobs and chat.ids_as_tokens:
+            add_logprobs(response, [f"token_id:{token}" for token in completion.token_ids], completion)
+        elif chat.logprobs:
+            add_logprobs(response, self._codec.decode([[token] for token in completion.token_ids]), completion)
+        return response
+
+    def _check_tools(self, chat: ChatRequest) -> None:
+        if chat.tools and not self._codec.renders_tools:
+            raise refused("tools", "the model's chat template has no place for tools; describe them in a message")
 
     def _prompt_text(self, prompt: SessionPrompt) -> str:
         return "" if prompt.continues else self._codec.decode([prompt.token_ids])[0]
@@ -132,7 +156,8 @@ class Gateway:
         if isinstance(body, dict) and isinstance(body.get("prompt"), str):
             token_ids = list(self._codec.encode(body["prompt"]))
         else:
-            chat = parse_chat_request(body)
+            chat = parse_chat_request(body, session.sampling)
+            self._check_tools(chat)
             token_ids = list(session.prompt(self._codec, chat.messages, chat.tools).token_ids)
         return web.json_response(
             {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._max_context_tokens}
@@ -173,4 +198,23 @@ async def _openai_errors(
     except ContextOverflowError as error:
         return web.json_response(error_body(error.message, "context_length_exceeded", "messages"), status=400)
     except NexrlError as error:
-        return web.json_response(error_body(error.message, error.status.lower()), status=http_status(error))
+        field = error.violations[0].field if error.violations else None
+        return web.json_response(error_body(error.message, error.status.lower(), field), status=http_status(error))
+    except web.HTTPRequestEntityTooLarge as error:
+        return web.json_response(error_body(TOO_LARGE, "request_too_large"), status=error.status)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        message = f"{request.method} {_path(request)} is not served here. Served: {', '.join(_served(request.app))}"
+        return web.json_response(error_body(message, "not_found"), status=error.status)
+
+
+def _path(request: web.Request) -> str:
+    """Returns the path without the session, whose id is a secret."""
+    return re.sub(r"^/s/[^/]*", "/s/{session}", request.path)
+
+
+def _served(app: web.Application) -> list[str]:
+    return [
+        f"{route.method} {route.resource.canonical}"
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    ]

@@ -10,7 +10,6 @@ Invariants, tests in tests/unit/nexrl_rollout/test_session.py:
 - a generated token is trained in exactly one chain.
 """
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,12 @@ from nexrl.text import TextCodec
 from nexrl.transcript import Transcript
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
 from nexrl.v1.trajectory_pb2 import Trajectory
+from nexrl_rollout.history import exact_key, first_difference, substance_key
 
 Message = Mapping[str, Any]
 
 # Stands for an assistant message in the chat template; no template and no model has it in its vocabulary.
 _SENTINEL = "\x00nexrl\x00"
-_IDENTIFYING_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls")
 
 
 @dataclass
@@ -36,6 +35,8 @@ class Chain:
 
     transcript: Transcript
     prompt: str
+    break_reason: str
+    """Where the history of its first request left what had been served; "" if it did not."""
     responses: list[str] = field(default_factory=list)
 
 
@@ -59,8 +60,14 @@ class SessionPrompt:
 
     token_ids: Sequence[int]
     continues: ServedTurn | None
-    is_break: bool = False
-    """True if the history has a reply that this session did not serve, although it served others."""
+    break_reason: str = ""
+    """Where the history leaves what was served, if it has a reply that this session did not serve, although it served
+    others."""
+
+    @property
+    def is_break(self) -> bool:
+        """True if the client edited its history."""
+        return bool(self.break_reason)
 
 
 class Session:
@@ -78,14 +85,18 @@ class Session:
         self._chains: list[Chain] = []
         self._chain_of_turns: list[Chain] = []
         self._turns: dict[str, ServedTurn] = {}
+        self._newest_served: Sequence[Message] = ()
 
     def prompt(self, codec: TextCodec, messages: Sequence[Message], tools: Sequence[Message] = ()) -> SessionPrompt:
         """Returns the prompt of the next turn. Raises InvalidArgumentError if the chat template refuses them."""
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        turn = self._turns.get(_fingerprint(messages[: last + 1], tools)) if last >= 0 else None
+        history = messages[: last + 1]
+        # Exact first: two replies to one prompt may differ only in what libraries rewrite.
+        turn = self._turns.get(exact_key(history, tools)) or self._turns.get(substance_key(history, tools))
         if turn is None:
             token_ids = codec.encode(codec.render(messages, tools))
-            return SessionPrompt(token_ids, None, is_break=last >= 0 and bool(self._chains))
+            is_break = bool(history and self._chains)
+            return SessionPrompt(token_ids, None, first_difference(self._newest_served, history) if is_break else "")
         return SessionPrompt([*turn.token_ids, *_added_ids(codec, messages, tools, last, turn)], turn)
 
     def record(
@@ -104,7 +115,7 @@ class Session:
             chain = turn.chain
             chain.transcript.add_context(prompt.token_ids[len(turn.token_ids) :])
         else:  # also for a second continuation of one turn: the tokens of the first chain are only context here
-            chain = Chain(Transcript(prompt.token_ids), prompt_text)
+            chain = Chain(Transcript(prompt.token_ids), prompt_text, prompt.break_reason)
             self._chains.append(chain)
         chain.transcript.add_completion(completion)
         self._chain_of_turns.append(chain)
@@ -112,7 +123,9 @@ class Session:
         self.breaks += prompt.is_break
         self.finish_reason = completion.finish_reason
         token_ids = list(chain.transcript.token_ids)
-        self._turns[_fingerprint(served, tools)] = ServedTurn(chain, token_ids, completion.finish_reason)
+        served_turn = ServedTurn(chain, token_ids, completion.finish_reason)
+        self._turns[exact_key(served, tools)] = self._turns[substance_key(served, tools)] = served_turn
+        self._newest_served = served
 
     def trajectories(
         self,
@@ -121,7 +134,8 @@ class Session:
         metadata: Mapping[str, str],
         turn_rewards: Sequence[float] = (),
     ) -> list[Trajectory]:
-        """Returns one trajectory per chain. Metadata: `chain` if there are several, `breaks` if history was edited.
+        """Returns one trajectory per chain. Metadata: `chain` if there are several, `breaks` if history was edited, and
+        `break_reason` in the chain that began there.
 
         Raises InvalidArgumentError if there are `turn_rewards`, but not one for each completion that was served.
         """
@@ -139,12 +153,16 @@ class Session:
                 if is_split
                 else (),
                 reward_components=components,
-                metadata={**metadata, **marks, **({"chain": str(index)} if len(self._chains) > 1 else {})},
+                metadata={**metadata, **marks, **self._chain_marks(index, chain)},
                 prompt=chain.prompt,
                 response="\n".join(chain.responses),
             )
             for index, chain in enumerate(self._chains)
         ]
+
+    def _chain_marks(self, index: int, chain: Chain) -> dict[str, str]:
+        number = {"chain": str(index)} if len(self._chains) > 1 else {}
+        return number | ({"break_reason": chain.break_reason} if chain.break_reason else {})
 
 
 def _added_ids(
@@ -164,12 +182,3 @@ def _added_ids(
     if turn.finish_reason == "stop" and added_ids[:1] == list(turn.token_ids[-1:]):
         return added_ids[1:]
     return added_ids
-
-
-def _fingerprint(messages: Sequence[Message], tools: Sequence[Message]) -> str:
-    """Returns a key for a history. Fields that clients add or drop without changing a message do not count."""
-    plain = [
-        {key: message[key] for key in _IDENTIFYING_KEYS if message.get(key) not in (None, "", [])}
-        for message in messages
-    ]
-    return json.dumps([plain, tools], sort_keys=True)

@@ -147,7 +147,12 @@ class RolloutLoop:
                 failure or failed.error,
                 work_context=f"rollout of task {lease.task.task_id}",
                 severity=SEVERITY_WARNING,
-                details={"group_id": lease.group_id, "verdict": Verdict.Name(failed.verdict)},
+                details={
+                    "group_id": lease.group_id,
+                    "sample_id": failed.sample_id,
+                    "attempt": str(failed.attempt),
+                    "verdict": Verdict.Name(failed.verdict),
+                },
             )
 
     async def _produce(self, lease: TaskLease) -> Sequence[SampleResult]:

@@ -202,7 +202,7 @@ async def print_sample(run: Path, sample_id: str, *, as_json: bool) -> None:
 
 def table(samples: Sequence[Sample]) -> Iterator[str]:
     """Yield a header line and one line per sample."""
-    head = ("sample", "state", "attempt", "verdict", "batch", "step", "reward", "tokens", "oldest version")
+    head = ("sample", "state", "attempt", "verdict", "batch", "step", "reward", "tokens", "oldest version", "breaks")
     return columns([head, *map(_row, samples)])
 
 
@@ -303,6 +303,7 @@ def _row(sample: Sample) -> Sequence[object]:
         f"{trajectories[-1].reward:.3f}" if trajectories else "-",
         sum(sum(trajectory.loss_mask) for trajectory in trajectories) if trajectories else "-",
         min(versions) if versions else "-",
+        trajectories[0].metadata.get("breaks", "-") if trajectories else "-",
     )
 
 

@@ -53,9 +53,9 @@ async def test_the_newest_samples_are_listed_unless_a_batch_is_named(
     printed = capsys.readouterr()
     head, row = printed.out.splitlines()
     assert head.split() == [
-        *("sample", "state", "attempt", "verdict", "batch", "step", "reward", "tokens", "oldest", "version")
+        *("sample", "state", "attempt", "verdict", "batch", "step", "reward", "tokens", "oldest", "version", "breaks")
     ]
-    assert row.split() == ["1.1", "-", "1", "OK", "1", "-", "0.250", "2", "3"]
+    assert row.split() == ["1.1", "-", "1", "OK", "1", "-", "0.250", "2", "3", "-"]
     assert "no ledger, so only samples in batches" in printed.err
     await print_list(run, Filter(batch=0), as_json=False)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["0.0", "0.1"]
@@ -124,6 +124,15 @@ def test_a_filter_passes_samples_of_its_batch_and_its_state() -> None:
 )
 def test_a_sample_has_a_step_once_it_is_trained(state: "pool_pb.SampleState.ValueType", step: int | None) -> None:
     assert Sample(record(state)).step == step
+
+
+def test_breaks_are_counted_in_the_table_and_explained_in_the_sample() -> None:
+    broken = pb.Trajectory()
+    broken.CopyFrom(TRAJECTORY)
+    broken.metadata.update({"breaks": "2", "break_reason": "messages[1].content: not what was served"})
+    sample = Sample(record(pool_pb.SAMPLE_STATE_TRAINED), result=pb.SampleResult(trajectories=[broken]))
+    assert list(table([sample]))[1].split()[-1] == "2"
+    assert "metadata  break_reason: messages[1].content: not what was served" in list(describe(sample, str))
 
 
 def test_a_dropped_sample_shows_its_reason() -> None:

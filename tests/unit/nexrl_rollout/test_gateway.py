@@ -126,10 +126,14 @@ async def test_a_stop_string_that_ends_a_tool_call_is_part_of_it() -> None:
     assert [found["function"]["name"] for found in calls] == ["add"]
 
 
-async def test_assistant_message_carries_its_tokens() -> None:
+@pytest.mark.parametrize("asked_by", ["return_token_ids", "return_tokens_as_token_ids"])
+async def test_assistant_message_carries_its_tokens_if_they_are_asked_for(asked_by: str) -> None:
     engine = spelled("ab")
     async with chat(engine) as (_, client):
-        answer = await client.chat.completions.create(model="any", messages=GO)
+        plain = await client.chat.completions.create(model="any", messages=GO)
+        assert not {"prompt_token_ids", "generation_token_ids"} & plain.choices[0].message.model_dump().keys()
+        answer = await client.chat.completions.create(model="any", messages=GO, extra_body={asked_by: True})
+    engine.requests, engine.served = engine.requests[1:], engine.served[1:]
     message = answer.choices[0].message.model_dump()
     assert message["prompt_token_ids"] == list(engine.requests[0].prompt_token_ids)
     assert message["generation_token_ids"] == list(engine.served[0].token_ids)
@@ -147,22 +151,129 @@ async def test_streamed_reply_is_the_same_reply() -> None:
     assert chunks[-1].finish_reason == "stop"
 
 
-async def test_sampling_is_the_sessions_whatever_the_client_asks_for() -> None:
+async def test_sampling_is_the_sessions_and_a_client_may_only_repeat_it() -> None:
     engine = spelled("abab")
     async with chat(engine) as (_, client):
         for limit in (2, 1000):
             await client.chat.completions.create(
-                model="any",
-                messages=GO,
-                max_tokens=limit,
-                temperature=2.0,
-                top_p=0.1,
-                seed=1,
+                model="any", messages=GO, max_tokens=limit, temperature=0.5, top_p=0.9, extra_body={"top_k": 7}
             )
     for turn, request in enumerate(engine.requests):
         assert list(request.seeds) == [turn]
         assert (request.temperature, request.top_p, request.top_k, request.n) == (0.5, 0.9, 7, 1)
     assert [request.max_new_tokens for request in engine.requests] == [2, 16]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("temperature", 1.0, "is 0.5 in this episode"),
+        ("top_p", 1.0, "is 0.9 in this episode"),
+        ("top_k", -1, "is 7 in this episode"),
+        ("seed", 1, "inference.seed"),
+        ("n", 2, "must be 1"),
+        ("tool_choice", "required", "must be auto or none"),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}, "must be auto or none"),
+        ("response_format", {"type": "json_object"}, "must be {'type': 'text'}"),
+        ("logprobs", 1, "must be true or false"),
+        ("top_logprobs", 5, "must be 0"),
+        ("frequency_penalty", 0.1, "must be 0"),
+        ("presence_penalty", 0.1, "must be 0"),
+        ("logit_bias", {"5": 1}, "must be {}"),
+        ("parallel_tool_calls", False, "must be True"),
+        ("stop", ["1", "2", "3", "4", "5"], "at most 4 texts"),
+        ("stream", "yes", "must be true or false"),
+        ("max_completion_tokens", 0, "at least 1"),
+        ("tools", [{"name": "add"}], "must be a list of"),
+        ("guided_json", {}, "is not supported; omit it. Supported: messages, tools"),
+    ],
+)
+async def test_a_parameter_that_cannot_be_honoured_is_refused_by_its_name(
+    field: str, value: object, allowed: str
+) -> None:
+    engine = spelled("ab")
+    async with chat(engine) as (_, client):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="any", messages=GO, extra_body={field: value})
+    assert caught.value.param == field
+    assert allowed in caught.value.message
+    assert not engine.requests
+
+
+async def test_parameters_that_say_what_the_gateway_does_are_accepted() -> None:
+    async with chat(spelled("ab")) as (_, client):
+        answer = await client.chat.completions.create(
+            model="any",
+            messages=GO,
+            n=1,
+            tool_choice="auto",
+            response_format={"type": "text"},
+            frequency_penalty=0.0,
+            logit_bias={},
+            seed=None,
+            user="me",
+            extra_body={"repetition_penalty": 1.0},
+        )
+    assert answer.choices[0].message.content == "ab"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_logprobs_are_those_that_were_recorded(stream: bool) -> None:
+    engine = spelled("ab")
+    async with chat(engine) as (_, client):
+        asked: dict[str, Any] = {"model": "any", "messages": GO, "logprobs": True, "top_logprobs": 0}
+        if stream:
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+            choice = chunks[0].choices[0]
+        else:
+            choice = (await client.chat.completions.create(**asked)).choices[0]
+        as_ids = await client.chat.completions.create(**asked, extra_body={"return_tokens_as_token_ids": True})
+    content = choice.logprobs.content
+    assert [each.token for each in content] == ["a", "b", ""]
+    assert [each.logprob for each in content] == list(engine.served[0].logprobs)
+    assert as_ids.choices[0].logprobs.content[-1].token == f"token_id:{END}"
+
+
+async def test_tool_choice_none_leaves_a_tool_call_as_text() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    async with chat(spelled(call), sampling=Sampling(200)) as (_, client):
+        answer = await client.chat.completions.create(model="any", messages=GO, tools=tools, tool_choice="none")
+    assert answer.choices[0].message.content == call
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_tools_that_the_chat_template_would_drop_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("if tools", "if false")
+    monkeypatch.setattr("tests.unit.nexrl_rollout.test_gateway.CODEC", TextCodec(tokenizer))
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    async with chat(spelled("ab")) as (_, client):
+        with pytest.raises(openai.BadRequestError, match="chat template has no place for tools") as caught:
+            await client.chat.completions.create(model="any", messages=GO, tools=tools)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", "/responses", 404), ("GET", "/chat/completions", 405)], ids=["404", "405"]
+)
+async def test_a_route_that_is_not_served_names_those_that_are(method: str, path: str, status: int) -> None:
+    async with gateway_over(spelled("ab")) as gateway:
+        with gateway.session(SAMPLING, count()) as session:
+            url = gateway.endpoint(session).base_url + path
+            async with aiohttp.ClientSession() as http, http.request(method, url) as response:
+                assert response.status == status
+                message = (await response.json())["error"]["message"]
+    assert path in message
+    assert session.id not in message
+    assert "POST /s/{session}/v1/chat/completions, GET /s/{session}/v1/models" in message
+
+
+async def test_a_request_that_is_too_large_is_refused_with_the_limit_and_the_remedy() -> None:
+    async with chat(spelled("ab")) as (_, client):
+        with pytest.raises(openai.APIStatusError, match=r"larger than 16 MiB.*return_token_ids") as caught:
+            await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x" * 2**24}])
+    assert caught.value.status_code == 413
 
 
 async def test_full_context_is_refused_in_the_words_that_agents_look_for() -> None:

@@ -1,5 +1,6 @@
 """Sessions: what was served is extended by token ids, never made from text again."""
 
+import json
 from itertools import count
 from typing import Any
 
@@ -84,6 +85,8 @@ def test_edited_history_begins_a_new_chain_and_is_marked() -> None:
     assert prompt.continues is None
     first, second = trajectories(session)
     assert (first.metadata["chain"], second.metadata["chain"]) == ("0", "1")
+    assert "break_reason" not in first.metadata
+    assert second.metadata["break_reason"] == "messages[1].content: not what was served"
     assert first.metadata["breaks"] == second.metadata["breaks"] == "1"
     assert list(second.loss_mask).count(True) == 2
 
@@ -139,6 +142,63 @@ def test_any_conversation_is_one_contiguous_trajectory(replies: list[tuple[list[
     assert list(trajectory.token_ids) == served
     expected = [token for token_ids, is_finished in replies for token in [*token_ids, *([END] if is_finished else [])]]
     assert [t for t, mask in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if mask] == expected
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda of: st.dictionaries(st.text(), of))
+TEXT = st.text(max_size=20)
+
+
+def call_of(arguments: str) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+@given(st.dictionaries(TEXT, JSON, max_size=3), TEXT, st.booleans(), st.booleans(), st.booleans())
+def test_a_reply_that_a_library_rewrote_is_continued_with_the_tokens_that_were_generated(
+    arguments: dict[str, Any], thought: str, is_stripped: bool, is_compact: bool, is_moved: bool
+) -> None:
+    session, opening = Session(Sampling(4), count()), [user("x")]
+    content = f"<think>{thought}</think> ab \n"
+    reply = {"role": "assistant", "content": content, "tool_calls": [call_of(json.dumps(arguments))]}
+    first = session.prompt(CODEC, opening)
+    session.record(first, completion([A, B, END]), [*opening, reply])
+
+    separators = (",", ":") if is_compact else None
+    echoed = reply | {"tool_calls": [call_of(json.dumps(arguments, ensure_ascii=False, separators=separators))]}
+    if is_moved and thought:
+        echoed |= {"content": " ab \n", "reasoning_content": thought}
+    if is_stripped:
+        echoed |= {"content": str(echoed["content"]).strip()}
+    second = session.prompt(CODEC, [*opening, echoed, {"role": "tool", "content": "1", "tool_call_id": "call_1"}])
+    assert list(second.token_ids[: len(first.token_ids) + 3]) == [*first.token_ids, A, B, END]
+    assert not second.is_break
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ({"content": "<think>t</think>ba"}, "content"),
+        ({"content": "ab"}, "reasoning_content"),
+        ({"tool_calls": [call_of('{"a": 2}')]}, "tool_calls"),
+        ({"tool_calls": []}, "tool_calls"),
+        ({"tool_calls": [call_of('{"a": 1')]}, "tool_calls"),
+    ],
+)
+def test_a_reply_that_says_something_else_is_a_break_that_names_the_field(edit: dict[str, Any], reason: str) -> None:
+    session, opening = Session(Sampling(4), count()), [user("x")]
+    reply = {"role": "assistant", "content": "<think>t</think>ab", "tool_calls": [call_of('{"a": 1}')]}
+    session.record(session.prompt(CODEC, opening), completion([A, END]), [*opening, reply])
+    prompt = session.prompt(CODEC, [*opening, reply | edit, user("y")])
+    assert prompt.break_reason == f"messages[1].{reason}: not what was served"
+
+
+def test_of_two_replies_that_differ_only_in_spaces_the_echoed_one_is_continued() -> None:
+    session = Session(Sampling(4), count())
+    for content, token in (("ab", A), (" ab", B)):
+        served = [user("x"), {"role": "assistant", "content": content}]
+        session.record(session.prompt(CODEC, [user("x")]), completion([token, END]), served)
+    prompt = session.prompt(CODEC, [user("x"), {"role": "assistant", "content": "ab"}, user("y")])
+    assert prompt.continues is not None
+    assert list(prompt.continues.token_ids[-2:]) == [A, END]
 
 
 def test_session_ids_cannot_be_guessed() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -295,7 +296,18 @@ async def test_exhausted_data_does_not_end_the_worker_since_a_validation_may_fol
         await pool.wait_for(all_put(pool, 2))
 
 
-async def test_a_sample_that_fails_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_sample_that_fails_is_reported_with_its_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    details: list[dict[str, str]] = []
+    report = ActivityTracker.report
+
+    async def spy(self: ActivityTracker, *args: Any, **kwargs: Any) -> None:
+        details.append(kwargs["details"])
+        await report(self, *args, **kwargs)
+
+    monkeypatch.setattr(ActivityTracker, "report", spy)
+
     async def fail(lease: TaskLease) -> Sequence[SampleResult]:
         return all_failed(lease, VERDICT_REWARD_ERROR, "no such answer")
 
@@ -303,3 +315,6 @@ async def test_a_sample_that_fails_is_reported_with_its_reason(caplog: pytest.Lo
     async with running(pool, Scripted(fail), replace(LIMITS, max_in_flight=4)):
         await pool.wait_for(all_put(pool, 8))  # the second group is leased when the first is done with
     assert "rollout of task train-0: no such answer" in caplog.text
+    assert [(each["sample_id"], each["attempt"]) for each in details[:1]] == [
+        (pool.results[PURPOSE_TRAINING][0].sample_id, str(pool.results[PURPOSE_TRAINING][0].attempt))
+    ]
