@@ -33,6 +33,8 @@ class Task:
     """Id of the item; the same in every epoch."""
     item: Mapping[str, Any]
     """`prompt`, `answer` and `metadata` (nexrl.datasets). An item that was added by RPC may have other keys."""
+    purpose: Literal["training", "validation"] = "training"
+    """What the episode is for."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Endpoint:
     """The model tag."""
     max_new_tokens: int
     """Longest completion of one turn, in tokens."""
+    temperature: float
+    """Sampling temperature of the episode, for clients that always send one; 0 is greedy. Validation has its own."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Environment(Protocol):
 
         `def run`: each episode has a thread of its own, so it may block, and must lock what episodes share. At its time
         limit the endpoint begins to refuse its requests; it must return soon after.
+
+        An environment may also have a method `close()`, plain or `async`: it is called once when the process stops.
         """
         ...
 

@@ -87,6 +87,20 @@ async def rollout_process(
             await running
 
 
+CLOSED = """
+from pathlib import Path
+from nexrl.environment import Outcome
+
+
+class Closed:
+    def run(self, task, endpoint):
+        return Outcome("env_error", error=f"{task.purpose} {endpoint.temperature}")
+
+    def close(self):
+        Path(__file__).with_name("closed").touch()
+"""
+
+
 def rewards(results: Sequence[SampleResult]) -> list[float]:
     return [result.trajectories[0].reward for result in results]
 
@@ -112,6 +126,23 @@ async def test_process_runs_an_environment(tmp_path: Path) -> None:
     results = pool.results[PURPOSE_TRAINING]
     assert rewards(results) == [1.0] * 4
     assert [dict(result.trajectories[0].reward_components) for result in results] == [{"guesses": 1.0}] * 4
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+async def test_an_environment_knows_purpose_and_temperature_and_is_closed_when_the_process_stops(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"mine{kind.strip()}.py").write_text(CLOSED.replace("def ", f"{kind}def "))
+    leases = [task_lease(0, 1), task_lease(0, 1, purpose=PURPOSE_VALIDATION)]
+    leases[1].temperature = 0.25
+    pool = FakePool(leases)
+    reference = f"mine{kind.strip()}:Closed"
+    async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="agent", environment=reference):
+        await pool.wait_for(lambda: sum(map(len, pool.results.values())) == 2)
+    errors = {purpose: pool.results[purpose][0].error for purpose in (PURPOSE_TRAINING, PURPOSE_VALIDATION)}
+    assert errors == {PURPOSE_TRAINING: "training 1.0", PURPOSE_VALIDATION: "validation 0.25"}
+    assert (tmp_path / "closed").exists()
 
 
 @pytest.mark.guide("Q36")

@@ -1,5 +1,6 @@
 """rollout.type agent: an environment runs the episode against a gateway session, which records the tokens to train."""
 
+import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,7 @@ from nexrl.rollout_worker import RolloutWorker, failed, scored
 from nexrl.spec.experiment import Experiment
 from nexrl.tasks import parse_task, trajectory_metadata
 from nexrl.v1.trajectory_pb2 import (
+    PURPOSE_TRAINING,
     VERDICT_ENV_ERROR,
     VERDICT_REWARD_ERROR,
     VERDICT_TIMEOUT,
@@ -21,6 +23,7 @@ from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.session import Session
 from nexrl_rollout.user_threads import UserThreads
 
+CLOSE_SECONDS = 5.0
 _VERDICTS = {"env_error": VERDICT_ENV_ERROR, "reward_error": VERDICT_REWARD_ERROR, "timeout": VERDICT_TIMEOUT}
 
 
@@ -45,12 +48,19 @@ class AgentWorker(RolloutWorker):
         seeds = _seeds(self._seed, lease.samples[0])
         sampling = Sampling.of(lease, max_new_tokens=self._rollout.max_new_tokens)
         with self._gateway.session(sampling, seeds) as session:
-            arguments = (Task(item["id"], item), self._gateway.endpoint(session))
+            task = Task(item["id"], item, "training" if lease.purpose == PURPOSE_TRAINING else "validation")
+            arguments = (task, self._gateway.endpoint(session))
             outcome = await self._threads.run(self._environment.run, arguments, "the environment")
         if not isinstance(outcome, Outcome):
             raise NexrlError(f"the environment returned {type(outcome).__name__}; it must return an Outcome")
         metadata = trajectory_metadata(item, self._key_list)
         return [_result(lease.samples[0], outcome, session, metadata)]
+
+    async def close(self) -> None:
+        """Call the environment's `close` if it has one."""
+        if close := getattr(self._environment, "close", None):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._threads.run(close, (), "close of the environment")
 
 
 def _seeds(seed: int, sample: SampleLease) -> Iterator[int]:

@@ -88,7 +88,8 @@ class Gateway:
     def endpoint(self, session: Session) -> Endpoint:
         """Returns the endpoint of the session, for an environment."""
         base_url = f"{self.address}/s/{session.id}/v1"
-        return Endpoint(base_url, session.id, self._model, session.sampling.max_new_tokens)
+        sampling = session.sampling
+        return Endpoint(base_url, session.id, self._model, sampling.max_new_tokens, sampling.temperature)
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)

@@ -64,7 +64,9 @@ async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorke
         case AgentRollout():
             environment = load_environment(rollout.environment, experiment.folder)
             gateway = await _open_gateway(process, policy, codec)
-            return AgentWorker(gateway, environment, _user_threads(process), experiment)
+            agent = AgentWorker(gateway, environment, _user_threads(process), experiment)
+            process.on_close(agent.close)
+            return agent
         case WorkerRollout():
             return load_worker(rollout.worker, experiment.folder, WorkerContext(policy, codec, experiment))
         case _:
