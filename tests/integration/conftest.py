@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nexrl.spec import with_folder
 from nexrl.store import Redis
 from tests.support import controller
 from tests.support.clock import Clock
@@ -51,7 +52,7 @@ async def deploy(tmp_path: Path, redis_url: str, experiment_name: str) -> AsyncI
     async with AsyncExitStack() as stack:
 
         async def start(**sections: Any) -> PoolClient:
-            experiment = small_experiment(experiment_name, **sections)
+            experiment = with_folder(small_experiment(experiment_name, **sections), tmp_path)
             return await stack.enter_async_context(running_pool(tmp_path, redis_url, experiment))
 
         yield start

@@ -14,7 +14,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from nexrl.store import Redis, key_prefix
-from nexrl_trajectory_pool.ledger import SCRIPT, Grant, Ledger, ProducedSample
+from nexrl_trajectory_pool.ledger import SCRIPT, Drawn, Grant, Ledger, ProducedSample
 from tests.support.ledger import fill_batch, produced, rules
 
 Act = Callable[["Scene"], Awaitable[object]]
@@ -225,6 +225,20 @@ async def test_groups_that_are_refilled_are_no_exception(redis: Redis, experimen
     assert injected >= 3
     await scene.inject(0)
     assert (await scene.ledger.state()).dropped == {"equal_rewards": 2}
+
+
+async def test_tasks_that_are_left_out_and_their_rewards_are_no_exception(redis: Redis, experiment_name: str) -> None:
+    scene = Scene(redis, key_prefix(experiment_name, "default"), positions=3)
+    await scene.ledger.resume("", 0, 0)
+    drawn = Drawn(0, (False, "b", False))
+    injected, is_changed = await fail_at_every_command(scene, lambda s: s.ledger.lease_tasks("id", 2, 60, drawn))
+    assert is_changed
+    assert injected >= 3
+    await scene.inject(0)
+    results = produced(await scene.ledger.lease_tasks("id", 2, 60, drawn))
+    injected, is_changed = await fail_at_every_command(scene, lambda s: s.ledger.put_samples("id", results))
+    assert is_changed
+    assert injected >= 3
 
 
 async def test_the_second_failure_of_a_train_batch_and_a_ledger_that_was_lost_are_no_exception(

@@ -16,7 +16,7 @@ from tests.mutations.copies import PROJECT, Mutation, Verdict, commit_before, fi
 from tests.mutations.guard import Guard
 from tests.mutations.guards import GUARDS
 
-LISTS = ("tests/mutations/sample_guards.py", "tests/mutations/step_guards.py", "tests/mutations/refill_guards.py")
+LISTS = {f"tests/mutations/{name}_guards.py" for name in ("sample", "step", "refill", "sampler")}
 PAGE = PROJECT / "docs/reference/guards.md"
 HEADER = """# Guards
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from nexrl.errors import FailedPreconditionError, LeaseLostError
-from nexrl_trajectory_pool.ledger import GrantedBatch, ProducedSample
+from nexrl_trajectory_pool.ledger import Drawn, GrantedBatch, ProducedSample
 from nexrl_trajectory_pool.ledger.names import MAX_TRAININGS
 from tests.support.ledger_model import (
     COLOURS,
@@ -26,11 +26,14 @@ from tests.support.ledger_model import (
 class WorkerRules(LedgerHistory):
     """Workers that make any calls in any order."""
 
-    @rule(samples=st.integers(1, 6), twice=flags)
-    def lease_tasks(self, samples: int, twice: bool) -> None:
+    @rule(samples=st.integers(1, 6), twice=flags, leaves_out=st.none() | st.lists(flags, max_size=4))
+    def lease_tasks(self, samples: int, twice: bool, leaves_out: list[bool] | None = None) -> None:
+        drawn = None
+        if leaves_out is not None:
+            drawn = Drawn(self.run(self.ledger.cursor()), [False if out else "a task" for out in leaves_out])
         self.model.expire(self.now, self.limits.max_attempts)
         known = dict(self.model.samples)
-        grant = self.request(lambda r: self.ledger.lease_tasks(r, samples, LEASE_SECONDS), twice=twice)
+        grant = self.request(lambda r: self.ledger.lease_tasks(r, samples, LEASE_SECONDS, drawn), twice=twice)
         self.grants.append(grant)
         granted = [sample for task in grant.tasks for sample in task.samples]
         assert len(granted) <= samples

@@ -1,5 +1,6 @@
 """nexrl.v1.DataReaderService: finds tasks by their position and turns them into messages."""
 
+import asyncio
 import hashlib
 import json
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import grpc
 
 from nexrl.datasets import Datasets, Task, TaskSource
-from nexrl.errors import InvalidArgumentError, NotFoundError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from nexrl.v1 import data_loader_service_pb2 as pb
 from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceServicer
 from nexrl.v1.trajectory_pb2 import PURPOSE_VALIDATION
 from nexrl.v1.trajectory_pb2 import Task as TaskMessage
+from nexrl_data_reader.probability import Probability
 
 MAX_COUNT = 4096
 MAX_ANSWER_BYTES = 4 * 2**20
@@ -23,9 +25,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DataReaderServicer(DataReaderServiceServicer):
     """nexrl.v1.DataReaderService."""
 
-    def __init__(self, datasets: Datasets) -> None:
+    def __init__(self, datasets: Datasets, probability: Probability | None = None) -> None:
         """Takes a while for large data: 100,000 short tasks take half a second on an idle core, less than reading."""
         self._datasets = datasets
+        self._probability = probability
+        self._by_id = {task["id"]: task for task in datasets.train.tasks} if probability else {}
         self._digests = [_digest(source) if source else b"" for source in datasets]
 
     async def ReadTasks(self, request: pb.ReadTasksRequest, context: Context) -> pb.ReadTasksResponse:
@@ -49,6 +53,24 @@ class DataReaderServicer(DataReaderServiceServicer):
                 break
             response.tasks.append(TaskMessage(task_id=task["id"], item_json=item))
         return response
+
+    async def GetProbabilities(
+        self, request: pb.GetProbabilitiesRequest, context: Context
+    ) -> pb.GetProbabilitiesResponse:
+        probability = self._probability
+        if probability is None:
+            raise FailedPreconditionError("the experiment has no data.sampler of type python")
+        if len(request.tasks) > MAX_COUNT:
+            raise InvalidArgumentError(f"tasks: {len(request.tasks)}; at most {MAX_COUNT}")
+        unknown = [task.task_id for task in request.tasks if task.task_id not in self._by_id]
+        if unknown:
+            raise NotFoundError(f"tasks.task_id: {unknown[0]!r} is no task of the training data")
+        known = [
+            (self._by_id[task.task_id], task.reward if task.HasField("reward") else None) for task in request.tasks
+        ]
+        # In a thread: a function that never returns must not keep tasks from being read.
+        probabilities = await asyncio.to_thread(lambda: [probability(*task) for task in known])
+        return pb.GetProbabilitiesResponse(probabilities=probabilities)
 
 
 def _task(source: TaskSource, position: int, *, in_source_order: bool) -> Task:

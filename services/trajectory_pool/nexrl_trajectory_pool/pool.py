@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from nexrl.errors import InvalidArgumentError, NotFoundError, UnavailableError
@@ -15,6 +16,7 @@ from nexrl.store import Redis, key_prefix
 from nexrl_trajectory_pool.ledger import UNLIMITED, Grant, GrantedBatch, GrantedTask, Ledger, LedgerRules
 from nexrl_trajectory_pool.sampling import SamplingParameters
 from nexrl_trajectory_pool.task_reader import TaskReader
+from nexrl_trajectory_pool.task_sampler import TaskSampler
 from nexrl_trajectory_pool.wakeups import WakeUps
 
 MAX_SLEEP_SECONDS = 1.0
@@ -45,6 +47,14 @@ class LeasedTasks:
     exhausted: bool
 
 
+class Data(NamedTuple):
+    """Where the tasks come from. Without a sampler all of them are granted."""
+
+    train: TaskReader
+    validation: TaskReader | None
+    sampler: TaskSampler | None
+
+
 class Pool:
     """The pools of one model tag. Holds no state of its own: any number of processes may serve the same one."""
 
@@ -53,34 +63,32 @@ class Pool:
         redis: Redis,
         experiment: str,
         spec: ExperimentSpec,
-        train: TaskReader,
-        validation: TaskReader | None,
+        data: Data,
         room_bytes: int,
     ) -> None:
         self.tag = spec.model.tag
         self.spec = spec
         prefix = key_prefix(experiment, self.tag)
-        rules = training_rules(spec, train.total)
+        rules = training_rules(spec, data.train.total)
         rules = replace(rules, max_payload_bytes=min(rules.max_payload_bytes, room_bytes))
         self.training = Ledger(redis, prefix, rules)
         self.validation = Ledger(
-            redis, prefix + "val:", validation_rules(spec, validation.total if validation else None)
+            redis, prefix + "val:", validation_rules(spec, data.validation.total if data.validation else None)
         )
         self.wakeups = WakeUps(redis, [self.training.wake_channel, self.validation.wake_channel])
         rollout = spec.rollout
         self.sampling = SamplingParameters(rollout.temperature, rollout.top_p, rollout.top_k)
         self.vocabulary_size = vocabulary_size(spec.model)
         self.validation_seconds = spec.validation.timeout_seconds if spec.validation else 0.0
-        self._train = train
-        self._validation = validation
+        self._data = data
 
     def source(self, is_validation: bool) -> TaskReader:
         """Return the data of one purpose. Raises NotFoundError if the experiment has no validation."""
         if not is_validation:
-            return self._train
-        if self._validation is None:
+            return self._data.train
+        if self._data.validation is None:
             raise NotFoundError("purpose: VALIDATION: the experiment has no section validation")
-        return self._validation
+        return self._data.validation
 
     def ledger(self, is_validation: bool) -> Ledger:
         """Return the ledger of one purpose."""
@@ -102,7 +110,7 @@ class Pool:
         await self.source(False).check()
 
         async def attempt() -> tuple[tuple[Grant, bool], bool]:
-            grant = await self.training.lease_tasks(request_id, max_samples, seconds)
+            grant = await self._grant(request_id, max_samples, seconds)
             if grant.waiting_on != "validation":
                 return (grant, False), bool(grant.tasks) or grant.exhausted
             grant = await self.validation.lease_tasks(request_id, max_samples, seconds)
@@ -168,6 +176,16 @@ class Pool:
                 due = [await self.training.expire(), await self.validation.expire()]
             # A short lease may be granted during the sleep, so the sleep has a bound.
             await asyncio.sleep(min([MAX_SLEEP_SECONDS, *(d for d in due if d is not None)]))
+
+    async def _grant(self, request_id: str, max_samples: int, lease_seconds: float) -> Grant:
+        """Grant training samples. The sampler draws whenever none of the tasks that it has drawn is left."""
+        sampler = self._data.sampler
+        while True:
+            drawn = sampler.drawn if sampler else None
+            grant = await self.training.lease_tasks(request_id, max_samples, lease_seconds, drawn)
+            if sampler is None or grant.waiting_on != "draw":
+                return grant
+            await sampler.draw(self.training, self._data.train)
 
     async def _with_items(self, grant: Grant, *, is_validation: bool) -> LeasedTasks:
         positions = [granted.position for granted in grant.tasks if not granted.item]

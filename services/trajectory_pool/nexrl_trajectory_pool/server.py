@@ -17,7 +17,7 @@ from nexrl.v1.train_batch_pool_service_pb2_grpc import add_TrainBatchPoolService
 from nexrl.v1.trajectory_pb2 import PURPOSE_TRAINING, PURPOSE_VALIDATION
 from nexrl.v1.trajectory_pool_service_pb2_grpc import add_TrajectoryPoolServiceServicer_to_server
 from nexrl.v1.validator_service_pb2_grpc import add_ValidatorServiceServicer_to_server
-from nexrl_trajectory_pool.pool import Pool
+from nexrl_trajectory_pool.pool import Data, Pool
 from nexrl_trajectory_pool.service import (
     DataLoaderServicer,
     Pools,
@@ -27,6 +27,7 @@ from nexrl_trajectory_pool.service import (
     serve_packed,
 )
 from nexrl_trajectory_pool.task_reader import TaskReader
+from nexrl_trajectory_pool.task_sampler import TaskSampler
 
 if TYPE_CHECKING:
     from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceAsyncStub
@@ -61,7 +62,9 @@ async def start(process: ServiceProcess) -> None:
         prefix = key_prefix(experiment.ledger, experiment.spec.model.tag)
         await require_same_data(redis, prefix, train)
     room = await room_bytes(redis)
-    pool = Pool(redis, experiment.ledger, experiment.spec, train, validation, room)
+    spec = experiment.spec
+    sampler = TaskSampler(spec.data.sampler, spec.data.seed, reader) if spec.data.sampler else None
+    pool = Pool(redis, experiment.ledger, spec, Data(train, validation, sampler), room)
     pools = Pools({pool.tag: pool})
     process.add(add_DataLoaderServiceServicer_to_server, DataLoaderServicer(pools), "nexrl.v1.DataLoaderService")
     trajectory_pool, validator = TrajectoryPoolServicer(pools), ValidatorServicer(pools)
@@ -110,7 +113,7 @@ async def _measure(pool: Pool) -> None:
         SAMPLES.labels(pool.tag, name).set(state[name])
     for reason, samples in state.dropped.items():
         DROPPED.labels(pool.tag, reason).set(samples)
-    for event in ("lease_expired", "fenced_writes", "duplicates_rejected"):
+    for event in ("lease_expired", "fenced_writes", "duplicates_rejected", "tasks_left_out"):
         EVENTS.labels(pool.tag, event).set(state[event])
     PAYLOAD.labels(pool.tag).set(state["payload_bytes"])
     CREDIT.labels(pool.tag).set(state.credit)

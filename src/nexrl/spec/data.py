@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
+from nexrl.spec.sampler import SamplerSpec
 from nexrl.spec.section import Count, Location, Name, Reference, Seed
 from nexrl.spec.variants import VariantSection
 
@@ -23,6 +24,10 @@ class DataSpec(VariantSection):
     epochs: Count | None = Field(
         default=None,
         description="Passes over the tasks before the data ends; none = endless. Validation makes one pass.",
+    )
+    sampler: SamplerSpec | None = Field(
+        default=None,
+        description="Which tasks are granted when their turn comes; none = all of them. Training data only.",
     )
 
 

@@ -28,6 +28,13 @@ class ValidationSpec(Section):
     )
     timeout_seconds: Seconds = Field(default=600.0, description="Longest time for one validation.")
 
+    @field_validator("data")
+    @classmethod
+    def _has_no_sampler(cls, data: DataSpec) -> DataSpec:
+        if data.sampler is not None:
+            raise refuse("validation grants every task once; drop sampler")
+        return data
+
     @field_validator("samples_per_task")
     @classmethod
     def _is_one_when_greedy(cls, samples_per_task: int, info: ValidationInfo) -> int:

@@ -463,3 +463,67 @@ class ReadTasksResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["digest", b"digest", "items", b"items", "tasks", b"tasks", "total", b"total"]) -> None: ...
 
 Global___ReadTasksResponse: typing_extensions.TypeAlias = ReadTasksResponse
+
+@typing.final
+class GetProbabilitiesRequest(google.protobuf.message.Message):
+    """Request of GetProbabilities."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TASKS_FIELD_NUMBER: builtins.int
+    @property
+    def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TaskReward]:
+        """Tasks of the training data, at most 4096."""
+
+    def __init__(
+        self,
+        *,
+        tasks: collections.abc.Iterable[Global___TaskReward] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tasks", b"tasks"]) -> None: ...
+
+Global___GetProbabilitiesRequest: typing_extensions.TypeAlias = GetProbabilitiesRequest
+
+@typing.final
+class TaskReward(google.protobuf.message.Message):
+    """What is known of a task of the data."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: builtins.int
+    REWARD_FIELD_NUMBER: builtins.int
+    task_id: builtins.str
+    """The task."""
+    reward: builtins.float
+    """Mean reward of the samples of its newest grant that has ended; absent before the first."""
+    def __init__(
+        self,
+        *,
+        task_id: builtins.str = ...,
+        reward: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_reward", b"_reward", "reward", b"reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "reward", b"reward", "task_id", b"task_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_reward", b"_reward"]) -> typing.Literal["reward"] | None: ...
+
+Global___TaskReward: typing_extensions.TypeAlias = TaskReward
+
+@typing.final
+class GetProbabilitiesResponse(google.protobuf.message.Message):
+    """Response of GetProbabilities."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROBABILITIES_FIELD_NUMBER: builtins.int
+    @property
+    def probabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The share of its turns at which each task is granted, 0.01 to 1, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        probabilities: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["probabilities", b"probabilities"]) -> None: ...
+
+Global___GetProbabilitiesResponse: typing_extensions.TypeAlias = GetProbabilitiesResponse

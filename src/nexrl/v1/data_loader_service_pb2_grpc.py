@@ -390,6 +390,11 @@ class DataReaderServiceStub(object):
                 request_serializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksRequest.SerializeToString,
                 response_deserializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksResponse.FromString,
                 _registered_method=True)
+        self.GetProbabilities = channel.unary_unary(
+                '/nexrl.v1.DataReaderService/GetProbabilities',
+                request_serializer=nexrl_dot_v1_dot_data__loader__service__pb2.GetProbabilitiesRequest.SerializeToString,
+                response_deserializer=nexrl_dot_v1_dot_data__loader__service__pb2.GetProbabilitiesResponse.FromString,
+                _registered_method=True)
 
 
 class DataReaderServiceServicer(object):
@@ -404,6 +409,13 @@ class DataReaderServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetProbabilities(self, request, context):
+        """Calls the user's function data.sampler.function for each task.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataReaderServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -411,6 +423,11 @@ def add_DataReaderServiceServicer_to_server(servicer, server):
                     servicer.ReadTasks,
                     request_deserializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksRequest.FromString,
                     response_serializer=nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksResponse.SerializeToString,
+            ),
+            'GetProbabilities': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProbabilities,
+                    request_deserializer=nexrl_dot_v1_dot_data__loader__service__pb2.GetProbabilitiesRequest.FromString,
+                    response_serializer=nexrl_dot_v1_dot_data__loader__service__pb2.GetProbabilitiesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -442,6 +459,33 @@ class DataReaderService(object):
             '/nexrl.v1.DataReaderService/ReadTasks',
             nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksRequest.SerializeToString,
             nexrl_dot_v1_dot_data__loader__service__pb2.ReadTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProbabilities(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nexrl.v1.DataReaderService/GetProbabilities',
+            nexrl_dot_v1_dot_data__loader__service__pb2.GetProbabilitiesRequest.SerializeToString,
+            nexrl_dot_v1_dot_data__loader__service__pb2.GetProbabilitiesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -341,7 +341,23 @@ _DataReaderServiceReadTasksType = typing_extensions.TypeVar(
     ],
 )
 
-class DataReaderServiceStub(typing.Generic[_DataReaderServiceReadTasksType]):
+_DataReaderServiceGetProbabilitiesType = typing_extensions.TypeVar(
+    '_DataReaderServiceGetProbabilitiesType',
+    grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesRequest,
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesRequest,
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesRequest,
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse,
+    ],
+)
+
+class DataReaderServiceStub(typing.Generic[_DataReaderServiceReadTasksType, _DataReaderServiceGetProbabilitiesType]):
     """Reads the data set in a process of its own, because user code may produce it: that process has no access to Redis.
     Only the trajectory pool calls it.
     """
@@ -352,6 +368,10 @@ class DataReaderServiceStub(typing.Generic[_DataReaderServiceReadTasksType]):
             nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
             nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            nexrl.v1.data_loader_service_pb2.GetProbabilitiesRequest,
+            nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -360,15 +380,26 @@ class DataReaderServiceStub(typing.Generic[_DataReaderServiceReadTasksType]):
             nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
             nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            nexrl.v1.data_loader_service_pb2.GetProbabilitiesRequest,
+            nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     ReadTasks: _DataReaderServiceReadTasksType
     """Reads tasks by their position. Any number of callers may read the same ones."""
 
+    GetProbabilities: _DataReaderServiceGetProbabilitiesType
+    """Calls the user's function data.sampler.function for each task."""
+
 DataReaderServiceAsyncStub: typing_extensions.TypeAlias = DataReaderServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         nexrl.v1.data_loader_service_pb2.ReadTasksRequest,
         nexrl.v1.data_loader_service_pb2.ReadTasksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesRequest,
+        nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse,
     ],
 ]
 
@@ -384,5 +415,13 @@ class DataReaderServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[nexrl.v1.data_loader_service_pb2.ReadTasksResponse, collections.abc.Awaitable[nexrl.v1.data_loader_service_pb2.ReadTasksResponse]]:
         """Reads tasks by their position. Any number of callers may read the same ones."""
+
+    @abc.abstractmethod
+    def GetProbabilities(
+        self,
+        request: nexrl.v1.data_loader_service_pb2.GetProbabilitiesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse, collections.abc.Awaitable[nexrl.v1.data_loader_service_pb2.GetProbabilitiesResponse]]:
+        """Calls the user's function data.sampler.function for each task."""
 
 def add_DataReaderServiceServicer_to_server(servicer: DataReaderServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ from nexrl_trajectory_pool.ledger.reading import Reading
 from nexrl_trajectory_pool.ledger.records import (
     SAMPLE_ID,
     UNLIMITED,
+    Drawn,
     FailedAttempt,
     Grant,
     GrantedBatch,
@@ -27,6 +28,7 @@ __all__ = [
     "SAMPLE_ID",
     "SCRIPT",
     "UNLIMITED",
+    "Drawn",
     "FailedAttempt",
     "Grant",
     "GrantedBatch",

@@ -108,7 +108,7 @@ end
 -- Adds a produced sample to its group.
 local function join_group(task, k, result)
   local t, name = K.task .. task, result.group
-  if a.max_refilled > 0 then set(t, "r" .. k, result.reward) end
+  if a.max_refilled > 0 or get(t, "name") then set(t, "r" .. k, result.reward) end
   if a.scoped then
     local names = cjson.decode(get(t, "groups") or "[]")
     local is_known = false
@@ -126,10 +126,21 @@ local function join_group(task, k, result)
   end
 end
 
+-- Records the mean reward of a task's samples, for the sampler. A task without rewards leaves the record as it is.
+local function record_reward(t)
+  local sum, rewarded = 0, 0
+  for k = 0, tonumber(get(t, "n")) - 1 do
+    local reward = get(t, "r" .. k)
+    if reward then sum, rewarded = sum + tonumber(reward), rewarded + 1 end
+  end
+  if rewarded > 0 then set(K.task_rewards, get(t, "name"), string.format("%.17g", sum / rewarded)) end
+end
+
 -- Counts a sample that was produced or dropped; the last one of a task closes its groups. Its caller keeps the rows.
 local function end_sample(task)
   local t = K.task .. task
   if increase(t, "ended", 1) < tonumber(get(t, "n")) then return end
+  if get(t, "name") then record_reward(t) end
   if a.scoped then
     close_task(task)
   else

@@ -29,6 +29,7 @@ KEYS = MappingProxyType(
         "batch_sizes": "batch_sizes",
         "dropped_batches": "dropped_batches",
         "lives": "lives",
+        "task_rewards": "task_rewards",
         "open": "open",
         "added": "added",
         "leases": "leases",
@@ -55,7 +56,17 @@ COUNTERS = frozenset(
         # Groups that were dropped for their equal rewards since a batch was formed.
         "refilled",
         # Positions, numbers and versions.
-        *("cursor", "unused", "next_task", "first_task", "next_batch", "asked", "start_steps", "trained_steps"),
+        *(
+            "cursor",
+            "unused",
+            "tasks_left_out",
+            "next_task",
+            "first_task",
+            "next_batch",
+            "asked",
+            "start_steps",
+            "trained_steps",
+        ),
         *(
             "durable_steps",
             "most_trained_steps",

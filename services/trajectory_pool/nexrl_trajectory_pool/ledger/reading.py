@@ -37,6 +37,15 @@ class Reading(Moves):
             last_failure=FailedAttempt(**dict(zip(failure[::2], failure[1::2], strict=True))) if failure else None,
         )
 
+    async def cursor(self) -> int:
+        """Return the position of the next task of the data."""
+        return int(await self._redis.hget(self._key("meta"), "cursor") or 0)
+
+    async def task_rewards(self, names: Sequence[str]) -> list[float | None]:
+        """Return the mean reward of the newest grant of each task of the data; None if none has ended with a reward."""
+        found = await self._redis.hmget(self._key("task_rewards"), list(names)) if names else []
+        return [None if reward is None else float(reward) for reward in found]
+
     async def produced(self) -> list[bytes]:
         """Return the payloads of all produced samples (of a validation round, which forms no batches)."""
         state = await self.state()

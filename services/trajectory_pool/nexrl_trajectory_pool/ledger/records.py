@@ -1,8 +1,9 @@
 """What the moves of the ledger take and return."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nexrl.sample_states import IN_FLIGHT
 from nexrl_trajectory_pool.ledger.names import COUNTERS
@@ -47,6 +48,15 @@ class LedgerRules:
     """Most groups of equal rewards that are dropped, and others granted instead, before one batch; 0: none ever is."""
     unlimited: bool = False
     """No credit limit: validation, whose samples are never trained."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a sampler has drawn for the tasks at position `first` and after it."""
+
+    first: int
+    names: Sequence[str | Literal[False]]
+    """The id of the task in its data if it is granted when its turn comes, False if it is left out."""
 
 
 @dataclass(frozen=True)

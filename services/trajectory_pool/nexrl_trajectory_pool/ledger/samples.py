@@ -2,16 +2,24 @@
 
 from collections.abc import Sequence
 
-from nexrl_trajectory_pool.ledger.records import Grant, GrantedTask, ProducedSample
+from nexrl_trajectory_pool.ledger.records import Drawn, Grant, GrantedTask, ProducedSample
 from nexrl_trajectory_pool.ledger.script import Moves
 
 
 class Samples(Moves):
     """Moves of samples and their tasks."""
 
-    async def lease_tasks(self, request_id: str, max_samples: int, lease_seconds: float) -> Grant:
-        """Grant up to `max_samples`: first samples that are open again, then new tasks within the credit."""
-        answer = await self._move("lease_tasks", request_id, max_samples=max_samples, lease_seconds=lease_seconds)
+    async def lease_tasks(
+        self, request_id: str, max_samples: int, lease_seconds: float, drawn: Drawn | None = None
+    ) -> Grant:
+        """Grant up to `max_samples`: first samples that are open again, then new tasks within the credit.
+
+        With `drawn`, only tasks that were drawn are granted. If that is none, the grant is waiting on "draw".
+        """
+        draw = {} if drawn is None else {"drawn": {"first": drawn.first, "names": drawn.names}}
+        answer = await self._move(
+            "lease_tasks", request_id, max_samples=max_samples, lease_seconds=lease_seconds, **draw
+        )
         tasks = tuple(
             GrantedTask(t["task"], t["pos"], t["item"].encode(), tuple((s[0], s[1]) for s in t["samples"]))
             for t in answer.get("leases", ())

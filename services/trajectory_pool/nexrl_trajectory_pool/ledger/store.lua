@@ -9,14 +9,15 @@
 --   meta                 hash    counters: samples by state, cursor, numbers of the next task and batch, versions
 --   task:<id>            hash    pos | item: the data; n: samples granted; ended, left, lost, credited: counts; bytes: of
 --                                its payloads; groups: their names; used: 1 once in a batch;
---                                s<k>: "state:attempt:failures"; v<k>: oldest policy version; r<k>: reward, if groups of
---                                equal rewards are refilled
+--                                s<k>: "state:attempt:failures"; v<k>: oldest policy version; r<k>: reward, if a rule
+--                                needs it; name: id of its data, if there is a sampler
 --   payloads:<task>      hash    k -> payload of a produced sample
 --   history:<i>          hash    task -> where its samples went, HISTORY_TASKS tasks a key; kept as long as the experiment
 --   batch_sizes          hash    batch -> number of samples, kept as long
 --   dropped_batches      hash    batch -> reason, kept as long
 --   lives                hash    life: of Redis when it granted the newest task; ending: of its id; <number of a life's
 --                                first task>: their ending; version: life in which a version was reported last
+--   task_rewards         hash    id of a task of the data -> mean reward of its newest grant that has ended, if there is a sampler
 --   open                 list    samples that were granted once and wait to be granted again
 --   added                list    tasks that were added by hand
 --   leases               zset    leased samples by deadline

@@ -73,6 +73,13 @@ local function new_task()
   return number .. ending
 end
 
+-- What the sampler has drawn for the next task of the data: its id there if it is granted, false if it is left out, nil if
+-- the sampler has to draw first. True without a sampler.
+local function drawn()
+  if not a.drawn then return true end
+  return a.drawn.names[count("cursor") - a.drawn.first + 1]
+end
+
 local function issue(size)
   local task = new_task()
   local t = K.task .. task
@@ -81,6 +88,7 @@ local function issue(size)
     set(t, "item", item)
     add("payload_bytes", -#item)
   else
+    if a.drawn then set(t, "name", drawn()) end
     set(t, "pos", add("cursor", 1) - 1)
     add("unused", 1)
   end
@@ -121,9 +129,23 @@ end
 
 local moves = {}
 
--- Issues new tasks until `samples` are open, as far as data and credit go.
+-- Passes over the tasks that the sampler leaves out, as far as it has drawn.
+local function leave_out()
+  if drawn() ~= false then return end
+  while drawn() == false do
+    add("cursor", 1)
+    add("tasks_left_out", 1)
+  end
+  if not data_left() then wake_for_progress() end
+end
+
+local function needs_draw() return drawn() == nil and length(K.added) == 0 end
+
+-- Issues new tasks until `samples` are open, as far as data, draws and credit go.
 local function issue_up_to(samples)
-  while count("open") < samples and data_left() do
+  while count("open") < samples do
+    leave_out()
+    if not data_left() or needs_draw() then return end
     local free = credit()
     local size = a.samples_per_task
     if free < size and not a.scoped then size = free end
@@ -131,6 +153,11 @@ local function issue_up_to(samples)
     if count("open") > 0 and count("open") + size > samples then return end
     issue(size)
   end
+end
+
+local function waits_on()
+  if not data_left() then return "data" end
+  return needs_draw() and credit() >= unit() and "draw" or "credit"
 end
 
 function moves.lease_tasks()
@@ -149,7 +176,7 @@ function moves.lease_tasks()
     lease.samples[#lease.samples + 1] = { sample.id, sample.attempt }
   end
   if #leases == 0 then
-    return { empty = true, waiting_on = data_left() and "credit" or "data", exhausted = is_exhausted() }
+    return { empty = true, waiting_on = waits_on(), exhausted = is_exhausted() }
   end
   return { leases = leases, deadline = now + a.lease_seconds }
 end
