@@ -23,6 +23,7 @@ from nexrl.errors import (
     NexrlError,
     UnavailableError,
 )
+from nexrl.json_logging import last_words
 from nexrl.log_files import log_path
 from nexrl.rpc.client import connect
 from nexrl.rpc.server import ServiceProcess
@@ -175,12 +176,28 @@ run_service("test", start)
 """
 
 
-def service_command(tmp_path: Path, **environment: str) -> dict[str, Any]:
+FAILING = """
+import asyncio
+from nexrl.errors import FailedPreconditionError
+from nexrl.rpc.server import run_service
+async def fail():
+    raise {error}
+async def work():
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fail())
+async def start(process):
+    process.spawn(work())
+    await process.set_ready()
+run_service("test", start)
+"""
+
+
+def service_command(tmp_path: Path, main: str = MAIN, **environment: str) -> dict[str, Any]:
     from nexrl.spec import dump_resolved
 
     (tmp_path / "experiment.yaml").write_text(dump_resolved(small_experiment()))
     known = {"NEXRL_EXPERIMENT_FILE": str(tmp_path / "experiment.yaml"), "NEXRL_RUN_DIR": str(tmp_path)}
-    return {"args": [sys.executable, "-c", MAIN], "env": {**os.environ, **known, "NEXRL_INSTANCE": "t", **environment}}
+    return {"args": [sys.executable, "-c", main], "env": {**os.environ, **known, "NEXRL_INSTANCE": "t", **environment}}
 
 
 def test_a_service_process_ends_well_on_sigterm(tmp_path: Path) -> None:
@@ -215,6 +232,21 @@ def test_a_service_that_cannot_start_says_why_in_one_line_and_in_its_exit_code(
         ended = subprocess.run(**command, capture_output=True, text=True, timeout=50, check=False)
     assert (ended.returncode, ended.stdout.count("\n")) == (code, 1), ended.stderr
     assert ended.stdout.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        ("FailedPreconditionError('no turn')", FailedPreconditionError.exit_code, "no turn"),
+        ("KeyError('turn')", 1, "crashed: KeyError: 'turn'"),
+    ],
+)
+def test_the_error_that_ended_a_group_of_tasks_is_the_reason(
+    tmp_path: Path, error: str, code: int, reason: str
+) -> None:
+    command = service_command(tmp_path, FAILING.format(error=error))
+    ended = subprocess.run(**command, capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, last_words(ended.stderr.splitlines())) == (code, reason)
 
 
 def test_a_process_keeps_its_log_in_the_folder_of_the_run_if_it_is_told_to(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ class TaskSampler:
     """Draws for the next tasks of the data. Several pools may draw at a time; the ledger uses one draw for a task."""
 
     def __init__(self, spec: SamplerSpec, seed: int, reader: "DataReaderServiceAsyncStub") -> None:
-        is_built_in = isinstance(spec, DifficultySamplerSpec)
-        self._probabilities: Probabilities = ByDifficulty(spec) if is_built_in else ByFunction(reader)
+        by_difficulty = ByDifficulty(spec) if isinstance(spec, DifficultySamplerSpec) else None
+        self._probabilities: Probabilities = by_difficulty or ByFunction(reader)
         self._seed = seed
         self.drawn = Drawn(0, ())
 
@@ -70,10 +70,8 @@ class TaskSampler:
         positions = range(first, last if tasks.total is None else min(last, tasks.total))
         names = [task.task_id for task in await tasks.tasks(positions)]
         probabilities = await self._probabilities.of(names, await ledger.task_rewards(names))
-        draws = zip(positions, names, probabilities, strict=True)
-        self.drawn = Drawn(
-            first, [name if self._number(position) < share else False for position, name, share in draws]
-        )
+        shares = zip(positions, names, probabilities, strict=True)
+        self.drawn = Drawn(first, [name if self._number(at) < share else False for at, name, share in shares])
 
     def _number(self, position: int) -> float:
         """Return a number from 0 to 1 that is the same each time that it is drawn for this position."""

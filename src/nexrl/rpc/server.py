@@ -327,14 +327,22 @@ def run_service(role: str, start: Callable[[ServiceProcess], Awaitable[None]]) -
         configure_logging(experiment.metadata.name, settings.instance, settings.log_level, kept_in)
         # It is never closed: that would wait for threads of the user, such as a reward that does not return.
         asyncio.Runner().run(_run(role, settings, experiment, start))
-    except NexrlError as error:
-        log.critical("%s", error)
-        sys.stdout.write(f"{role}: {error}\n")
-        _exit(error.exit_code)
-    except Exception:
-        log.critical("crashed", exc_info=True)
+    except Exception as raised:
+        error = _first(raised)
+        if isinstance(error, NexrlError):
+            log.critical("%s", error)
+            sys.stdout.write(f"{role}: {error}\n")
+            _exit(error.exit_code)
+        log.critical("crashed", exc_info=error)
         _exit(1)
     _exit(0)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group: the others of a TaskGroup were cancelled, or came later."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def _run(
