@@ -8,7 +8,6 @@ import asyncio
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,12 +146,16 @@ class Measurement:
         assert experiment.spec.validation is not None, "evaluation_of has checked it"
         self._spec = experiment.spec
         self._run = run
+        self._samples_per_task = experiment.spec.validation.samples_per_task
         self._timeout_seconds = experiment.spec.validation.timeout_seconds
         self._printed = -1
         self.policy_version = -1
         """The version, which is the number of steps in a checkpoint; -1 before it is served."""
+        self.tasks = 0
         self.samples: Sequence[Sample] | None = None
-        """All samples of the round, failed ones too; None before it has ended."""
+        """The scored samples; None before the round has ended."""
+        self.failures: Mapping[str, int] = {}
+        """Failed samples by reason. The ledger of a validation only counts them."""
 
     async def run(self, controller: grpc.aio.Channel, pool: grpc.aio.Channel, view: RunView) -> None:
         """Wait until the version is served, measure it, and read the samples. Raises DeadlineExceededError."""
@@ -165,8 +168,10 @@ class Measurement:
         pools: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(pool)
         await self._measure(ValidatorServiceStub(pool), pools, view)
         view.say("reading the samples")
+        self.failures = (await self._state(pools)).dropped
         samples = Samples(self._run, self._spec, pools)
-        self.samples = [await samples.complete(record) async for record in samples.records()]
+        found = [await samples.complete(record) async for record in samples.records()]
+        self.samples = [sample for sample in found if sample.trajectories]
 
     async def _measure(
         self, validator: "ValidatorServiceAsyncStub", pools: "TrajectoryPoolServiceAsyncStub", view: RunView
@@ -196,11 +201,12 @@ class Measurement:
         request = validator_pb.StartValidationRequest(
             request_id=new_request_id(), model_tag=self._spec.model.tag, policy_version=self.policy_version
         )
-        return (await call(validator.StartValidation, request, timeout_seconds=CALL_SECONDS)).samples
+        total = (await call(validator.StartValidation, request, timeout_seconds=CALL_SECONDS)).samples
+        self.tasks = total // self._samples_per_task
+        return total
 
     async def _progress(self, pools: "TrajectoryPoolServiceAsyncStub", total: int, view: RunView) -> str:
-        request = pool_pb.GetTrajectoryPoolStateRequest(model_tag=self._spec.model.tag, purpose=PURPOSE_VALIDATION)
-        (state,) = (await call(pools.GetTrajectoryPoolState, request, timeout_seconds=CALL_SECONDS)).pools
+        state = await self._state(pools)
         ended = state.granted - state.open - state.leased
         told = f"{ended} of {total} samples, {sum(state.dropped.values())} failed"
         if view.is_live or ended * LINES // total != self._printed:
@@ -208,12 +214,15 @@ class Measurement:
             view.say(f"evaluating policy version {self.policy_version}: {told}")
         return told
 
+    async def _state(self, pools: "TrajectoryPoolServiceAsyncStub") -> pool_pb.PoolState:
+        request = pool_pb.GetTrajectoryPoolStateRequest(model_tag=self._spec.model.tag, purpose=PURPOSE_VALIDATION)
+        return (await call(pools.GetTrajectoryPoolState, request, timeout_seconds=CALL_SECONDS)).pools[0]
+
 
 def write_results(folder: RunFolder, experiment: Experiment, measured: Measurement, seconds: float) -> None:
     """Write eval.json and print the table. Raises TrainingFailedError if no sample was scored."""
-    samples = measured.samples or ()
-    scored = [ScoredSample(_task(sample), _scores(sample)) for sample in samples if sample.trajectories]
-    failed = Counter(sample.record.drop_reason for sample in samples if not sample.trajectories)
+    scored = [_scored(sample) for sample in measured.samples or ()]
+    failed = dict(measured.failures)
     validation, model, resume = experiment.spec.validation, experiment.spec.model, experiment.spec.resume
     assert validation is not None, "evaluation_of has checked it"
     scores = score_statistics(scored, validation.samples_per_task)
@@ -224,7 +233,7 @@ def write_results(folder: RunFolder, experiment: Experiment, measured: Measureme
         "policy_version": measured.policy_version,
         "temperature": validation.temperature,
         "samples_per_task": validation.samples_per_task,
-        "tasks": len({_task(sample) for sample in samples}),
+        "tasks": measured.tasks,
         "samples": len(scored),
         "failed_samples": sum(failed.values()),
         "failures": failed,
@@ -233,7 +242,7 @@ def write_results(folder: RunFolder, experiment: Experiment, measured: Measureme
     }
     folder.write_json(EVAL_FILE, results)
     if not scored:
-        raise TrainingFailedError(f"none of {len(samples)} samples was scored: {_told(failed)}")
+        raise TrainingFailedError(f"no sample was scored: {_told(failed)}\nThe logs are in {folder.logs}")
     console = Console(markup=False, emoji=False)
     console.print(_table(experiment.metadata.name, scores, len(scored)))
     if failed:
@@ -241,19 +250,16 @@ def write_results(folder: RunFolder, experiment: Experiment, measured: Measureme
     console.print(f"results, samples and logs: {folder.path}", highlight=False, soft_wrap=True)
 
 
-def _task(sample: Sample) -> str:
-    return sample.record.sample_id.partition(".")[0]
-
-
-def _scores(sample: Sample) -> Mapping[str, float]:
+def _scored(sample: Sample) -> ScoredSample:
     """Return the reward and its components. The last trajectory has them, as in a validation of a training run."""
     trajectory = sample.trajectories[-1]
-    return {**trajectory.reward_components, "reward": trajectory.reward}
+    scores = {**trajectory.reward_components, "reward": trajectory.reward}
+    return ScoredSample(sample.record.sample_id.partition(".")[0], scores)
 
 
 def _told(failed: Mapping[str, int]) -> str:
     counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())
-    return f"{counts}; the logs of rollout-0 have the errors"
+    return f"{counts}; the log of rollout-0 has the errors"
 
 
 def _table(name: str, scores: Mapping[str, Score], samples: int) -> Table:
