@@ -255,7 +255,8 @@ class Launcher:
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if interrupted.done():
-                    view.say("stopping: the trainer writes a checkpoint, then every process ends")
+                    checkpoint = "" if self._goal else "the trainer writes a checkpoint, then "
+                    view.say(f"stopping: {checkpoint}every process ends")
                 if self._failure.done():
                     return self._failure.result()
                 for reached in filter(asyncio.Task.done, goal):
