@@ -40,6 +40,26 @@ def run(
     raise typer.Exit(run_experiment(experiment, overrides or [], RunOptions(root, port)))
 
 
+@app.command("eval")
+def evaluate(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Measure this checkpoint, for example runs/NAME/checkpoints/global_step_40."),
+    ] = None,
+    hf: Annotated[Path | None, typer.Option(help="Measure the model in this Hugging Face folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results. Default: runs/NAME-eval.")] = None,
+) -> None:
+    """Measure a model on the validation tasks of an experiment, on this machine, without training.
+
+    Without an option it is the model of the file, with its initial weights.
+    """
+    from nexrl.local.evaluation import EvaluationOptions, evaluate
+
+    raise typer.Exit(evaluate(experiment, overrides or [], EvaluationOptions(checkpoint, hf, out)))
+
+
 @app.command()
 def validate(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     """Check an experiment file and the files and modules it names. Reports all problems at once."""

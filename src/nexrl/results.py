@@ -22,6 +22,7 @@ from nexrl.run_layout import (
     CHECKPOINT_PREFIX,
     CHECKPOINTS_FOLDER,
     CODE_FOLDER,
+    EVAL_FILE,
     EXPERIMENT_FILE,
     LOGS_FOLDER,
     METRICS_FILE,
@@ -33,7 +34,7 @@ from nexrl.run_layout import (
 from nexrl.storage import RECORDS_FOLDER, RunStorage
 
 _STORED_MARKER = re.compile(rf"{CHECKPOINTS_FOLDER}/{CHECKPOINT_PREFIX}(\d+)/{re.escape(CHECKPOINT_MARKER)}")
-_KEPT = (EXPERIMENT_FILE, CODE_FOLDER, METRICS_FILE, SUMMARY_FILE, REWARD_FILE, LOGS_FOLDER)
+_KEPT = (EXPERIMENT_FILE, CODE_FOLDER, METRICS_FILE, SUMMARY_FILE, REWARD_FILE, EVAL_FILE, LOGS_FOLDER)
 
 
 def result_files(run: Path, checkpoints: Path, *, everything: bool) -> dict[str, Path]:

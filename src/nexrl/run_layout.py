@@ -9,6 +9,7 @@
 <run>/trajectories/batch_<n>.pb   the samples of batch n (nexrl.v1.BatchLease)
 <run>/metrics.jsonl               metrics by step, one JSON object per line
 <run>/summary.json, reward.png    written when the run ends
+<run>/eval.json                   what `nexrl eval` has measured
 <run>/run_id                      random, for object storage (nexrl.storage)
 """
 
@@ -20,6 +21,7 @@ ENDPOINTS_FILE = "endpoints.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 REWARD_FILE = "reward.png"
+EVAL_FILE = "eval.json"
 RUN_ID_FILE = "run_id"
 CODE_FOLDER = "code"
 LOGS_FOLDER = "logs"

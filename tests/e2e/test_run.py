@@ -19,7 +19,17 @@ from nexrl.rpc.client import call, connect
 from nexrl.spec import load_resolved
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
-from tests.support.runs import EXPERIMENT, NAME, Run, batches_of, metrics_of, nexrl, running
+from tests.support.runs import (
+    EXPERIMENT,
+    NAME,
+    Run,
+    batches_of,
+    copy_experiment,
+    metrics_of,
+    nexrl,
+    processes_in,
+    running,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -254,3 +264,24 @@ def test_a_trained_checkpoint_is_a_hugging_face_model_that_generates(folder: Pat
     assert tokenizer.batch_decode(generated[:, :5], skip_special_tokens=True) == ["012=", "314="]
     completions = tokenizer.batch_decode(generated[:, 5:], skip_special_tokens=True)
     assert all(completion and set(completion) <= set("01234=") for completion in completions)
+
+
+def test_an_evaluation_of_a_checkpoint_finds_what_the_run_has_measured_and_keeps_its_samples(
+    folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = folder / "checkpoints" / f"global_step_{STEPS}"
+    arguments = ("eval", str(copy_experiment(tmp_path)), "--checkpoint", str(checkpoint), "--out", "measured")
+    ended = nexrl(tmp_path, *arguments, seconds=RUN_SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads((tmp_path / "measured" / "eval.json").read_text())
+    expected = metrics_of(folder)[-1]
+    assert expected["step"] == results["policy_version"] == STEPS
+    assert {f"val/{name}": pytest.approx(score["mean"]) for name, score in results["scores"].items()} == {
+        name: expected[name] for name in ("val/reward", "val/exact")
+    }
+    assert (results["tasks"], results["samples"], results["failed_samples"]) == (16, 16, 0)
+    assert "standard error" in ended.stdout
+    listed = nexrl(tmp_path, "traj", "list", "./measured", "--json", seconds=LOOK_SECONDS)
+    rewards = [json.loads(line)["reward"] for line in listed.stdout.splitlines()]
+    assert sum(rewards) / 16 == pytest.approx(results["scores"]["reward"]["mean"])
+    assert not processes_in(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from nexrl.local.launcher import _copy_to_storage
+from nexrl.local.launcher import copy_to_storage
 from nexrl.local.run_folder import RunFolder
 from nexrl.mirror import Mirror
 from nexrl.results import copy_stored_results
@@ -82,7 +82,7 @@ async def test_the_launcher_writes_nothing_over_the_results_of_another_run(
     experiment = small_experiment(storage=storage_section(s3))
     folder = RunFolder(tmp_path / "runs", experiment)
     stored(s3).claim(experiment, "another")
-    await _copy_to_storage(folder, experiment)
+    await copy_to_storage(folder, experiment)
     folder.close()
     assert s3.names("lab/test") == {"run.json"}
     assert "warning: the report and the newest logs are only in" in capsys.readouterr().out

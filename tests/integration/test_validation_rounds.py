@@ -10,6 +10,7 @@ from nexrl.errors import (
 )
 from nexrl.rpc.client import call, new_request_id
 from nexrl.v1 import trajectory_pb2 as pb
+from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1 import validator_service_pb2 as validator_pb
 from tests.support.pool import (
     CALL_SECONDS,
@@ -107,3 +108,26 @@ async def test_a_late_result_of_one_round_is_none_of_the_next(deploy: Deploy) ->
     assert fresh.task == late.task, "the data starts again"
     assert await pool.put([scored(s) for s in late.samples], purpose=pb.PURPOSE_VALIDATION) == ["FENCED"] * 2
     assert await pool.put([scored(s) for s in fresh.samples], purpose=pb.PURPOSE_VALIDATION) == ["ACCEPTED"] * 2
+
+
+async def test_the_samples_of_a_round_can_be_counted_listed_and_read_until_it_has_ended(deploy: Deploy) -> None:
+    pool = await deploy(validation=VALIDATION, rollout={"maxNewTokens": 8, "maxAttempts": 1})
+    await pool.fill()  # training samples, which have the same ids
+    await start_validation(pool, 0)
+    first, second = (await pool.lease()).leases
+    results = [scored(first.samples[0], trajectory(0.5)), *map(failed, second.samples)]
+    await pool.put(results, purpose=pb.PURPOSE_VALIDATION)
+    counted = pool_pb.GetTrajectoryPoolStateRequest(model_tag=TAG, purpose=pb.PURPOSE_VALIDATION)
+    (state,) = (await call(pool.pool.GetTrajectoryPoolState, counted, timeout_seconds=CALL_SECONDS)).pools
+    assert (state.granted, state.leased, dict(state.dropped)) == (4, 1, {"env_error": 2})
+    listing = pool_pb.ListSamplesRequest(model_tag=TAG, purpose=pb.PURPOSE_VALIDATION)
+    records = (await call(pool.pool.ListSamples, listing, timeout_seconds=CALL_SECONDS)).records
+    assert [(record.sample_id, record.state) for record in records] == [
+        (first.samples[0].sample_id, pool_pb.SAMPLE_STATE_PRODUCED),
+        (first.samples[1].sample_id, pool_pb.SAMPLE_STATE_LEASED),
+    ]
+    reading = pool_pb.GetSampleRequest(model_tag=TAG, sample_id=records[0].sample_id, purpose=pb.PURPOSE_VALIDATION)
+    found = await call(pool.pool.GetSample, reading, timeout_seconds=CALL_SECONDS)
+    assert found.result.trajectories[0].reward == 0.5
+    await end_validation(pool, 0)
+    assert not (await call(pool.pool.ListSamples, listing, timeout_seconds=CALL_SECONDS)).records

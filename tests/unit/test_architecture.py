@@ -35,6 +35,7 @@ GRPC = {
     "nexrl.activity",
     "nexrl.client",
     "nexrl.local.audit",
+    "nexrl.local.evaluation",
     "nexrl.local.launcher",
     "nexrl.local.ledger_view",
     "nexrl.local.replay",

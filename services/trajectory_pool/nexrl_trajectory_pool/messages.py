@@ -18,9 +18,9 @@ WAITING = tuple(state for state in IN_FLIGHT if state != "batched")
 """States of samples that are in no batch yet."""
 
 
-async def pool_state(pool: Pool) -> pool_pb.PoolState:
-    """Return the training ledger's counters as a message."""
-    state = await pool.training.state()
+async def pool_state(pool: Pool, *, is_validation: bool) -> pool_pb.PoolState:
+    """Return the counters of one purpose's ledger as a message."""
+    state = await pool.ledger(is_validation).state()
     return pool_pb.PoolState(
         model_tag=pool.tag,
         empty=sum(state[name] for name in WAITING) + state.unprocessed_batches == 0,

@@ -182,15 +182,18 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
     async def GetTrajectoryPoolState(
         self, request: pool_pb.GetTrajectoryPoolStateRequest, context: Context
     ) -> pool_pb.GetTrajectoryPoolStateResponse:
-        pools = self._pools.named(request.model_tag)
-        return pool_pb.GetTrajectoryPoolStateResponse(pools=[await pool_state(pool) for pool in pools])
+        pools, is_validation = self._pools.named(request.model_tag), _is_validation(request.purpose)
+        return pool_pb.GetTrajectoryPoolStateResponse(
+            pools=[await pool_state(pool, is_validation=is_validation) for pool in pools]
+        )
 
     async def AuditLedger(self, request: pool_pb.AuditLedgerRequest, context: Context) -> pool_pb.AuditLedgerResponse:
         audits = [audit_message(pool.tag, await pool.training.audit()) for pool in self._pools.named(request.model_tag)]
         return pool_pb.AuditLedgerResponse(audits=audits)
 
     async def GetSample(self, request: pool_pb.GetSampleRequest, context: Context) -> pool_pb.GetSampleResponse:
-        record, payload = await self._pools[request.model_tag].training.sample(request.sample_id)
+        ledger = self._pools[request.model_tag].ledger(_is_validation(request.purpose))
+        record, payload = await ledger.sample(request.sample_id)
         result = None if payload is None else pb.SampleResult.FromString(payload)
         return pool_pb.GetSampleResponse(record=sample_record_message(record), result=result)
 
@@ -198,7 +201,7 @@ class TrajectoryPoolServicer(TrajectoryPoolServiceServicer):
         first_group = _page(request.page_token)
         if not 0 <= request.page_size <= MAX_PAGE:
             raise InvalidArgumentError(f"page_size: {request.page_size}; 0 to {MAX_PAGE}, 0 for {DEFAULT_PAGE}")
-        ledger = self._pools[request.model_tag].training
+        ledger = self._pools[request.model_tag].ledger(_is_validation(request.purpose))
         records, following = await ledger.samples(first_group, request.page_size or DEFAULT_PAGE)
         token = "" if following is None else str(following)
         return pool_pb.ListSamplesResponse(records=map(sample_record_message, records), next_page_token=token)

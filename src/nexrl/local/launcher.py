@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ CORE_WAVES = tuple((name,) for name in CORE)
 """Stopped after the components, in this order."""
 INTERRUPTED_EXIT = 130
 
+Goal = Callable[[grpc.aio.Channel, grpc.aio.Channel, RunView], Coroutine[Any, Any, None]]
+"""Called with channels to the controller and to the pools. The run ends when it returns."""
+
 TERMINAL = {pb.PHASE_SUCCEEDED, pb.PHASE_FAILED, pb.PHASE_SUSPENDED}
 
 
@@ -93,34 +96,13 @@ def resume_command(path: Path, overrides: Sequence[str], options: RunOptions, re
 
 
 async def _run(experiment: Experiment, options: RunOptions, to_resume: str) -> int:
-    require_free(options.port)
-    _refuse_checkpoints_of_others(experiment)
-    if (storage := RunStorage.of(experiment)) is not None:
-        await asyncio.to_thread(storage.refuse_another_run, experiment)
-    given_redis = experiment.spec.redis.url
-    # Own the name first: a run that cannot start must not move the folder and the ledger of an earlier run aside.
-    async with owned(given_redis, experiment.metadata.name) if given_redis else contextlib.nullcontext():
-        folder = RunFolder(options.root, experiment)
-        if given_redis:
-            await _prepare_redis(given_redis, experiment)
-        return await _run_in(folder, experiment, options, to_resume)
-
-
-async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions, to_resume: str) -> int:
-    if folder.put_aside is not None:
-        sys.stdout.write(f"an earlier run of this name was moved to {folder.put_aside}\n")
-    addresses, redis_socket = choose_addresses(experiment, options.port)
-    launcher = Launcher(experiment, folder, addresses, redis_socket)
-    began = time.monotonic()
-    try:
-        ended = await launcher.run()
-    finally:
-        if redis_socket is not None:
-            shutil.rmtree(redis_socket.parent, ignore_errors=True)
-    ending = _ending(ended, launcher.dropped)
-    write_report(folder, experiment, launcher.children, time.monotonic() - began, ending)
-    (folder.path / ENDPOINTS_FILE).unlink()  # a launcher that is killed leaves the file, which tells the two apart
-    await _copy_to_storage(folder, experiment)
+    async with claimed_folder(experiment, options) as folder:
+        began = time.monotonic()
+        launcher, ended = await launch(folder, experiment, options.port)
+        ending = _ending(ended, launcher.dropped)
+        write_report(folder, experiment, launcher.children, time.monotonic() - began, ending)
+        (folder.path / ENDPOINTS_FILE).unlink()  # a launcher that is killed leaves the file, which tells the two apart
+        await copy_to_storage(folder, experiment)
     steps = checkpoints_of(folder.path, experiment)
     resume = f"resume from step {max(steps)} with: {to_resume}" if steps else ""
     if ended is None:
@@ -131,6 +113,40 @@ async def _run_in(folder: RunFolder, experiment: Experiment, options: RunOptions
     return ending.exit_code
 
 
+@contextlib.asynccontextmanager
+async def claimed_folder(experiment: Experiment, options: RunOptions) -> AsyncIterator[RunFolder]:
+    """Open the folder of a new run, and own its name and its keys in Redis during the block.
+
+    Raises NexrlErrors if the experiment cannot start here.
+    """
+    require_free(options.port)
+    _refuse_checkpoints_of_others(experiment)
+    if (storage := RunStorage.of(experiment)) is not None:
+        await asyncio.to_thread(storage.refuse_another_run, experiment)
+    given_redis = experiment.spec.redis.url
+    # Own the name first: a run that cannot start must not move the folder and the ledger of an earlier run aside.
+    async with owned(given_redis, experiment.metadata.name) if given_redis else contextlib.nullcontext():
+        folder = RunFolder(options.root, experiment)
+        if given_redis:
+            await _prepare_redis(given_redis, experiment)
+        if folder.put_aside is not None:
+            sys.stdout.write(f"an earlier run of this name was moved to {folder.put_aside}\n")
+        yield folder
+
+
+async def launch(
+    folder: RunFolder, experiment: Experiment, port: int, goal: Goal | None = None
+) -> tuple["Launcher", pb.Experiment | None]:
+    """Run all processes to the end of the experiment, or of `goal`; also returns what `Launcher.run` returns."""
+    addresses, redis_socket = choose_addresses(experiment, port)
+    launcher = Launcher(experiment, folder, addresses, redis_socket, goal)
+    try:
+        return launcher, await launcher.run()
+    finally:
+        if redis_socket is not None:
+            shutil.rmtree(redis_socket.parent, ignore_errors=True)
+
+
 def _ending(ended: pb.Experiment | None, dropped: Mapping[str, int]) -> Ending:
     if ended is None:
         return Ending("Interrupted", "Signal", "Ctrl-C or SIGTERM", INTERRUPTED_EXIT, dropped)
@@ -138,7 +154,7 @@ def _ending(ended: pb.Experiment | None, dropped: Mapping[str, int]) -> Ending:
     return Ending(phase_name(ended), ended.reason, ended.message, exit_code, dropped)
 
 
-async def _copy_to_storage(folder: RunFolder, experiment: Experiment) -> None:
+async def copy_to_storage(folder: RunFolder, experiment: Experiment) -> None:
     """Copy to object storage what was written after the trainer has ended: the report, and the ends of all logs."""
     if (storage := RunStorage.of(experiment, STORAGE_REQUEST_SECONDS)) is None:
         return
@@ -177,13 +193,19 @@ class Launcher:
     """The child processes of one run, and the live view of them."""
 
     def __init__(
-        self, experiment: Experiment, folder: RunFolder, addresses: Addresses, redis_socket: Path | None
+        self,
+        experiment: Experiment,
+        folder: RunFolder,
+        addresses: Addresses,
+        redis_socket: Path | None,
+        goal: Goal | None = None,
     ) -> None:
         self.experiment = experiment
         self.children = [Child(c, folder.logs) for c in commands(experiment, folder, addresses, redis_socket)]
         self._folder = folder
         self._addresses = addresses
         self._redis_socket = redis_socket
+        self._goal = goal
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         """Set when the controller has reported the end, or the launcher no longer waits for it: CORE may stop."""
@@ -197,7 +219,10 @@ class Launcher:
         self._failure: asyncio.Future[pb.Experiment] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> pb.Experiment | None:
-        """Start all processes, follow the controller to the end, stop all processes; None after Ctrl-C or SIGTERM."""
+        """Start all processes, follow the controller to the end, stop all processes.
+
+        Returns None after Ctrl-C or SIGTERM, and when the goal is reached. Raises what the goal raises.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupted.set)
@@ -225,17 +250,21 @@ class Launcher:
                 asyncio.create_task(_rotate_logs(self.children)),
             ]
             interrupted = asyncio.create_task(self._interrupted.wait())
-            tasks: list[asyncio.Future[Any]] = [ending, interrupted, self._failure]
+            goal = [asyncio.create_task(self._goal(controller, pool, view))] if self._goal else []
+            tasks: list[asyncio.Future[Any]] = [ending, interrupted, self._failure, *goal]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if interrupted.done():
-                    view.say("stopping: the trainer writes a checkpoint, then every process ends")
+                    checkpoint = "" if self._goal else "the trainer writes a checkpoint, then "
+                    view.say(f"stopping: {checkpoint}every process ends")
                 if self._failure.done():
                     return self._failure.result()
+                for reached in filter(asyncio.Task.done, goal):
+                    reached.result()
                 return await ending if ending.done() else None
             finally:
                 self.dropped = view.dropped
-                beside += [ending, interrupted]
+                beside += [ending, interrupted, *goal]
                 for task in beside:
                     task.cancel()
                 await asyncio.gather(*beside, return_exceptions=True)

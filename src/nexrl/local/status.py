@@ -12,7 +12,7 @@ from nexrl.local.report import described_drops
 from nexrl.local.run_folder import experiment_of, is_running
 from nexrl.local.view import phase_text
 from nexrl.rpc.client import call, connect
-from nexrl.run_layout import ENDPOINTS_FILE, SUMMARY_FILE
+from nexrl.run_layout import ENDPOINTS_FILE, EVAL_FILE, SUMMARY_FILE
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub
@@ -34,6 +34,8 @@ def ending_of(run: Path) -> str:
     name = experiment_of(run).metadata.name
     if (run / ENDPOINTS_FILE).is_file():  # left behind by a launcher that was killed
         return f"{name}: its launcher was killed; resume.mode=auto continues from the last checkpoint, if there is one"
+    if (run / EVAL_FILE).is_file():
+        return f"{name}: an evaluation that has ended; its results are in {run / EVAL_FILE}"
     if not (run / SUMMARY_FILE).is_file():
         return f"{name}: not running, and it has no results"
     summary = json.loads((run / SUMMARY_FILE).read_text())

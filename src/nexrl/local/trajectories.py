@@ -20,9 +20,17 @@ from nexrl.local.ledger_view import pool_of
 from nexrl.local.run_folder import experiment_of
 from nexrl.rpc.client import call
 from nexrl.run_layout import TRAJECTORIES_FOLDER, batch_path, batches_by_number
+from nexrl.spec import ExperimentSpec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
-from nexrl.v1.trajectory_pb2 import CompletionSpan, SampleResult, Trajectory, Verdict
+from nexrl.v1.trajectory_pb2 import (
+    PURPOSE_TRAINING,
+    PURPOSE_VALIDATION,
+    CompletionSpan,
+    SampleResult,
+    Trajectory,
+    Verdict,
+)
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 
 if TYPE_CHECKING:
@@ -98,9 +106,11 @@ class Sample:
 class Samples:
     """Reads the samples of one run."""
 
-    def __init__(self, run: Path, model_tag: str, pool: "TrajectoryPoolServiceAsyncStub | None") -> None:
+    def __init__(self, run: Path, spec: ExperimentSpec, pool: "TrajectoryPoolServiceAsyncStub | None") -> None:
         self._folder = run / TRAJECTORIES_FOLDER
-        self._model_tag = model_tag
+        self._model_tag = spec.model.tag
+        # Without steps no training sample is granted: the samples of `nexrl eval` are those of its validation.
+        self._purpose = PURPOSE_TRAINING if spec.trainer.steps else PURPOSE_VALIDATION
         self._pool = pool
         self._batches: dict[int, Mapping[str, tuple[str, SampleResult]]] = {}
 
@@ -126,7 +136,7 @@ class Samples:
             for record in self._records_of_batches():
                 yield record
             return
-        request = pool_pb.ListSamplesRequest(model_tag=self._model_tag)
+        request = pool_pb.ListSamplesRequest(model_tag=self._model_tag, purpose=self._purpose)
         while True:
             page = await call(self._pool.ListSamples, request, timeout_seconds=CALL_SECONDS)
             for record in page.records:
@@ -137,7 +147,7 @@ class Samples:
 
     async def _from_pool(self, sample_id: str) -> Sample:
         assert self._pool is not None
-        request = pool_pb.GetSampleRequest(model_tag=self._model_tag, sample_id=sample_id)
+        request = pool_pb.GetSampleRequest(model_tag=self._model_tag, sample_id=sample_id, purpose=self._purpose)
         answer = await call(self._pool.GetSample, request, timeout_seconds=CALL_SECONDS)
         if answer.HasField("result"):
             return Sample(answer.record, answer.result)
@@ -173,7 +183,7 @@ async def samples_of(run: Path) -> AsyncIterator[Samples]:
         except NexrlError as error:
             sys.stderr.write(f"no ledger, so only samples in batches are listed: {error}\n")
             pool = None
-        yield Samples(run, experiment.spec.model.tag, pool)
+        yield Samples(run, experiment.spec, pool)
 
 
 async def print_list(run: Path, wanted: Filter, *, as_json: bool) -> None:

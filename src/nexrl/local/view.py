@@ -104,6 +104,11 @@ class RunView:
             self._live.update(self._table(), refresh=True)
 
     @property
+    def is_live(self) -> bool:
+        """True in a terminal, where what is said replaces what was said before."""
+        return self._live is not None
+
+    @property
     def dropped(self) -> Mapping[str, int]:
         """The samples dropped so far, by reason, as the pool was seen last."""
         return dict(self._pool.dropped)

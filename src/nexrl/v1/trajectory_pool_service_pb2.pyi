@@ -314,14 +314,18 @@ class GetTrajectoryPoolStateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MODEL_TAG_FIELD_NUMBER: builtins.int
+    PURPOSE_FIELD_NUMBER: builtins.int
     model_tag: builtins.str
     """Names the trained model; empty for all."""
+    purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType
+    """Which samples are counted; not set: training. Those of a validation are of its newest round."""
     def __init__(
         self,
         *,
         model_tag: builtins.str = ...,
+        purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag", "purpose", b"purpose"]) -> None: ...
 
 Global___GetTrajectoryPoolStateRequest: typing_extensions.TypeAlias = GetTrajectoryPoolStateRequest
 
@@ -624,17 +628,21 @@ class GetSampleRequest(google.protobuf.message.Message):
 
     MODEL_TAG_FIELD_NUMBER: builtins.int
     SAMPLE_ID_FIELD_NUMBER: builtins.int
+    PURPOSE_FIELD_NUMBER: builtins.int
     model_tag: builtins.str
     """Names the trained model."""
     sample_id: builtins.str
     """The sample."""
+    purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType
+    """What the sample is for; not set: training. A validation sample exists until its round is ended."""
     def __init__(
         self,
         *,
         model_tag: builtins.str = ...,
         sample_id: builtins.str = ...,
+        purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag", "sample_id", b"sample_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag", "purpose", b"purpose", "sample_id", b"sample_id"]) -> None: ...
 
 Global___GetSampleRequest: typing_extensions.TypeAlias = GetSampleRequest
 
@@ -674,20 +682,24 @@ class ListSamplesRequest(google.protobuf.message.Message):
     MODEL_TAG_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    PURPOSE_FIELD_NUMBER: builtins.int
     model_tag: builtins.str
     """Names the trained model."""
     page_size: builtins.int
     """Maximum number of samples in the answer; 0 for 1000. A page ends with a whole group."""
     page_token: builtins.str
     """next_page_token of the previous page; empty for the first page."""
+    purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType
+    """What the samples are for; not set: training. Validation samples exist until their round is ended."""
     def __init__(
         self,
         *,
         model_tag: builtins.str = ...,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        purpose: nexrl.v1.trajectory_pb2.Purpose.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_tag", b"model_tag", "page_size", b"page_size", "page_token", b"page_token", "purpose", b"purpose"]) -> None: ...
 
 Global___ListSamplesRequest: typing_extensions.TypeAlias = ListSamplesRequest
 

@@ -105,7 +105,7 @@ async def test_an_error_names_the_missing_batch_sample_or_run(run: Path) -> None
 
 
 async def test_a_sample_has_no_trajectories_if_its_batch_holds_other_samples(run: Path) -> None:
-    sample = await Samples(run, "default", None).complete(record(pool_pb.SAMPLE_STATE_DURABLE, batch=1))
+    sample = await Samples(run, small_experiment().spec, None).complete(record(pool_pb.SAMPLE_STATE_DURABLE, batch=1))
     assert sample.trajectories == ()
 
 
