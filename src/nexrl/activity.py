@@ -53,10 +53,25 @@ class ActivityTracker:
 
     @contextlib.contextmanager
     def track(self, activity: str, waiting_on: str = "") -> Iterator[None]:
-        """Count `activity` as in flight while the block runs. `waiting_on` names the component that it waits for.
+        """Count `activity` as in flight while the block runs, as `in_flight` does, and report what it raises.
 
         An exception that leaves the block is reported once and raised again. Cancellation is not an error. Call this
         from the event loop, because the reports are sent in tasks of the running loop.
+        """
+        with self.in_flight(activity, waiting_on):
+            try:
+                yield
+            except Exception as error:
+                if error is not self._last_error:  # an inner block has not reported it yet
+                    self._last_error = error
+                    self._report_soon(error, activity)
+                raise
+
+    @contextlib.contextmanager
+    def in_flight(self, activity: str, waiting_on: str = "") -> Iterator[None]:
+        """Count `activity` as in flight while the block runs. Exceptions are the caller's to report.
+
+        `waiting_on` names the component, or the code of the user, that it waits for.
         """
         token = new_request_id()
         self._work[token] = pb.Work(
@@ -65,11 +80,6 @@ class ActivityTracker:
         self._changed.set()
         try:
             yield
-        except Exception as error:
-            if error is not self._last_error:  # an inner block has not reported it yet
-                self._last_error = error
-                self._report_soon(error, activity)
-            raise
         finally:
             del self._work[token]
             self._changed.set()

@@ -11,10 +11,12 @@ from typing import Self
 
 import grpc
 
+from nexrl.activity import ActivityTracker
 from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.rpc.client import connect, new_request_id, shows_token, watch
 from nexrl.rpc.status import error_from_call
 from nexrl.transcript import check_completion
+from nexrl.v1.activity_service_pb2 import Module
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
 from nexrl.v1.policy_pb2 import Replica
@@ -59,11 +61,14 @@ class Policy:
         model_tag: str = "default",
         max_retries: int = 3,
         open_channel: Callable[[str], grpc.aio.Channel] = connect,
+        activity: ActivityTracker | None = None,
     ) -> None:
+        """`activity` counts the requests in flight; without it, nobody sees them."""
         self._weight_sync = WeightSyncServiceStub(weight_sync)
         self._model_tag = model_tag
         self._max_retries = max_retries
         self._open_channel = open_channel
+        self._activity = activity or ActivityTracker(Module(), None)
         self._replicas: dict[str, _Route] = {}
         self._changed = asyncio.Condition()
         self._turns = itertools.count()
@@ -110,7 +115,19 @@ class Policy:
             stop_token_ids=sampling.stop_token_ids,
             stop=sampling.stop,
         )
-        deadline = time.monotonic() + min(timeout_seconds, MAX_CALL_SECONDS)
+        with self._activity.in_flight("generate", waiting_on="inference"):
+            return await self._generate(request, time.monotonic() + min(timeout_seconds, MAX_CALL_SECONDS))
+
+    async def wait_gate(self) -> None:
+        """Wait until weight sync lets rollouts take work: see WeightSyncService.CheckRolloutStatus."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._gate)
+
+    async def close(self) -> None:
+        """Close the channels to all replicas."""
+        await self._set_replicas([])
+
+    async def _generate(self, request: GenerateRequest, deadline: float) -> Sequence[GeneratedCompletion]:
         failed: set[str] = set()
         failures = 0
         for pause_seconds in _pauses():
@@ -129,15 +146,6 @@ class Policy:
                 raise last_error
             await self._pause_unless_another(failed, min(pause_seconds, deadline - time.monotonic()))
         raise AssertionError("pauses never end")
-
-    async def wait_gate(self) -> None:
-        """Wait until weight sync lets rollouts take work: see WeightSyncService.CheckRolloutStatus."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._gate)
-
-    async def close(self) -> None:
-        """Close the channels to all replicas."""
-        await self._set_replicas([])
 
     async def _set_replicas(self, replicas: Iterable[Replica]) -> None:
         listed = {replica.replica_id: replica for replica in replicas}

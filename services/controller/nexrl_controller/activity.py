@@ -22,7 +22,7 @@ class Work:
     """Such as 'train'."""
     start_unix_seconds: float
     waiting_on: str = ""
-    """The component that it waits on; empty if it does not wait."""
+    """The component, or code of the user, that it waits on; empty if it does not wait."""
 
 
 @dataclass

@@ -31,7 +31,10 @@ async def start(process: ServiceProcess) -> None:
     experiment, settings = process.experiment, process.settings
     model_tag = experiment.spec.model.tag
     policy = Policy(
-        process.connect(settings.weight_sync), model_tag=model_tag, max_retries=experiment.spec.inference.max_retries
+        process.connect(settings.weight_sync),
+        model_tag=model_tag,
+        max_retries=experiment.spec.inference.max_retries,
+        activity=process.activity,
     )
     process.on_close(policy.close)
     client = RolloutClient(
@@ -75,8 +78,8 @@ async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorke
 
 def _user_threads(process: ServiceProcess) -> UserThreads:
     rollout = process.experiment.spec.rollout
-    threads = UserThreads(ThreadLimits(rollout.workers, max_blocked_seconds=rollout.timeout_seconds))
-    process.spawn(threads.watch(process.activity))
+    threads = UserThreads(ThreadLimits(rollout.workers, max_blocked_seconds=rollout.timeout_seconds), process.activity)
+    process.spawn(threads.watch())
     return threads
 
 

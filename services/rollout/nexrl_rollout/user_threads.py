@@ -55,21 +55,29 @@ class _End:
 class UserThreads:
     """Calls functions and coroutine functions of the user. `watch` must run in the background."""
 
-    def __init__(self, limits: ThreadLimits) -> None:
+    def __init__(self, limits: ThreadLimits, activity: ActivityTracker) -> None:
         self._limits = limits
+        self._activity = activity
         self._abandoned: dict[asyncio.Future[_End], str] = {}
         self._coroutines: _LoopThread | None = None
         self._reported: set[str] = set()
 
     async def run(self, function: Callable[..., Any], arguments: Sequence[object], name: str) -> Any:
-        """Call `function`; return its result or raise its exception. Error messages call it `name`.
+        """Call `function`; return its result or raise its exception. Error messages and the activity call it `name`.
 
         If this call is cancelled, a coroutine is cancelled, too. Either kind then has `grace_seconds` to end.
         """
+        with self._activity.in_flight("user code", waiting_on=name):
+            end = await self._end(function, arguments, name)
+        if end.error is not None:
+            raise end.error
+        return end.value
+
+    async def _end(self, function: Callable[..., Any], arguments: Sequence[object], name: str) -> _End:
         ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         thread, cancel = self._start(function, arguments, ended)
         try:
-            end = await asyncio.shield(ended)
+            return await asyncio.shield(ended)
         except asyncio.CancelledError as error:
             cancel()
             where = f"{name} at {stack_place(thread.ident) or defined_at(function)}"
@@ -81,11 +89,8 @@ class UserThreads:
             if not is_async(function):
                 self._abandon(ended, where)
             raise
-        if end.error is not None:
-            raise end.error
-        return end.value
 
-    async def watch(self, activity: ActivityTracker) -> None:
+    async def watch(self) -> None:
         """Report calls that block the event loop of the coroutines.
 
         Raises ResourceExhaustedError for too many abandoned functions, DeadlineExceededError for a loop that is blocked
@@ -100,7 +105,7 @@ class UserThreads:
                     "give its requests and waits a time limit below rollout.timeoutSeconds"
                 )
             if self._coroutines is not None:
-                await self._check(self._coroutines, activity)
+                await self._check(self._coroutines)
 
     def _start(
         self, function: Callable[..., Any], arguments: Sequence[object], ended: asyncio.Future[_End]
@@ -128,7 +133,7 @@ class UserThreads:
             "%s has not returned: abandoned, %d of at most %d", text, len(self._abandoned), self._limits.max_abandoned
         )
 
-    async def _check(self, coroutines: "_LoopThread", activity: ActivityTracker) -> None:
+    async def _check(self, coroutines: "_LoopThread") -> None:
         answered = asyncio.Event()
         coroutines.loop.call_soon_threadsafe(asyncio.get_running_loop().call_soon_threadsafe, answered.set)
         if await _is_set_within(answered, self._limits.blocked_seconds):
@@ -137,7 +142,7 @@ class UserThreads:
         text = f"the call at {place} blocks the event loop of all episodes; {ADVICE}"
         if place not in self._reported:
             self._reported.add(place)
-            await activity.report(text, work_context="environment", severity=SEVERITY_WARNING)
+            await self._activity.report(text, work_context="environment", severity=SEVERITY_WARNING)
         if not await _is_set_within(answered, self._limits.max_blocked_seconds):
             raise DeadlineExceededError(f"{text}. It has not returned for {self._limits.max_blocked_seconds:g} s")
 

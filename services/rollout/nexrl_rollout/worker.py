@@ -133,7 +133,7 @@ class RolloutLoop:
 
     async def _attempt(self, lease: TaskLease) -> None:
         failure: BaseException | None = None
-        with self._activity.track("rollout", waiting_on="inference"), metrics.ROLLOUT_SECONDS.time():
+        with self._activity.track("rollout"), metrics.ROLLOUT_SECONDS.time():
             try:
                 results = await self._produce(lease)
             except USER_CODE_ERRORS as error:  # the pool counts it

@@ -68,7 +68,9 @@ class Work(google.protobuf.message.Message):
     start_unix_seconds: builtins.float
     """Unix time in seconds at which it began."""
     waiting_on: builtins.str
-    """The component that it waits on, as "trajectory-pool"; empty when it does not wait."""
+    """The component that it waits on, as "trajectory-pool", or code of the user, as "the reward"; empty when it does
+    not wait.
+    """
     def __init__(
         self,
         *,

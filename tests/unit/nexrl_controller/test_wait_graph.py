@@ -50,6 +50,13 @@ def test_an_old_frame_around_a_wait_does_not_hide_the_stall() -> None:
     assert find_stall([rollout], SINCE) is not None
 
 
+def test_attempts_that_begin_again_and_again_do_not_hide_the_stall() -> None:
+    rollout = module("rollout-0", busy("rollout"), wait("the reward", "user code"), role="rollout")
+    stall = find_stall([module("trainer", wait("rollout")), rollout], SINCE)
+    assert stall is not None
+    assert stall.startswith("blocked at rollout-0 -> the reward")
+
+
 def test_young_work_beside_a_wait_is_progress() -> None:
     assert find_stall([module("rollout", busy("score"), wait("inference"))], SINCE) is None
 

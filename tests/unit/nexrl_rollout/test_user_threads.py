@@ -31,7 +31,7 @@ def line_of(function: Callable[..., Any], text: str) -> str:
 
 
 async def test_functions_block_at_the_same_time_and_the_loop_goes_on() -> None:
-    threads, meet, may_end = UserThreads(LIMITS), threading.Barrier(2), threading.Event()
+    threads, meet, may_end = UserThreads(LIMITS, activity()), threading.Barrier(2), threading.Event()
 
     def block() -> int:
         meet.wait()
@@ -49,7 +49,7 @@ async def test_coroutines_share_a_loop_that_is_not_this_one() -> None:
     async def loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    threads = UserThreads(LIMITS)
+    threads = UserThreads(LIMITS, activity())
     first, second = await threads.run(loop, (), "it"), await threads.run(loop, (), "it")
     assert first is second
     assert first is not asyncio.get_running_loop()
@@ -64,7 +64,7 @@ async def test_what_a_function_or_coroutine_raises_reaches_the_caller(error: Bas
         raise error
 
     functions = [fails_later] if isinstance(error, asyncio.CancelledError) else [fails, fails_later]
-    threads = UserThreads(LIMITS)
+    threads = UserThreads(LIMITS, activity())
     for function in functions:
         with pytest.raises((type(error), RuntimeError)) as raised:  # a coroutine cannot raise StopIteration
             await threads.run(function, (), "it")
@@ -82,7 +82,7 @@ async def test_a_cancelled_coroutine_ends_with_its_finally_and_its_line_is_named
             await asyncio.sleep(0)
             cleaned.set()
 
-    call = asyncio.create_task(UserThreads(PATIENT).run(waits, (), "it"))
+    call = asyncio.create_task(UserThreads(PATIENT, activity()).run(waits, (), "it"))
     await asyncio.to_thread(begun.wait)
     call.cancel()
     with pytest.raises(asyncio.CancelledError) as raised:
@@ -92,7 +92,7 @@ async def test_a_cancelled_coroutine_ends_with_its_finally_and_its_line_is_named
 
 
 async def test_a_function_that_returns_soon_after_its_cancellation_is_named_and_not_abandoned() -> None:
-    threads, begun, may_end = UserThreads(PATIENT), threading.Event(), threading.Event()
+    threads, begun, may_end = UserThreads(PATIENT, activity()), threading.Event(), threading.Event()
 
     def waits() -> None:
         begun.set()
@@ -113,7 +113,7 @@ async def test_functions_that_go_on_after_their_cancellation_are_named_and_too_m
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_threads, "WATCH_SECONDS", 0.001)
-    threads, begun, may_end = UserThreads(LIMITS), threading.Semaphore(0), threading.Event()
+    threads, begun, may_end = UserThreads(LIMITS, activity()), threading.Semaphore(0), threading.Event()
 
     def hangs() -> None:
         begun.release()
@@ -132,7 +132,7 @@ async def test_functions_that_go_on_after_their_cancellation_are_named_and_too_m
             assert "had not returned" in text
         assert " has not returned: abandoned, 2 of at most 2" in caplog.text
         with pytest.raises(ResourceExhaustedError, match=f"2 calls have not returned.* the environment at {place}"):
-            await threads.watch(activity())
+            await threads.watch()
     finally:
         may_end.set()
     await asyncio.wait(list(threads._abandoned))
@@ -143,7 +143,7 @@ async def test_a_call_that_blocks_the_loop_of_the_coroutines_is_named_once_and_e
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(user_threads, "WATCH_SECONDS", 0.001)
-    threads = UserThreads(replace(LIMITS, blocked_seconds=0.01, max_blocked_seconds=0.05))
+    threads = UserThreads(replace(LIMITS, blocked_seconds=0.01, max_blocked_seconds=0.05), activity())
     begun, may_end = threading.Event(), threading.Event()
 
     async def blocks() -> None:
@@ -154,7 +154,7 @@ async def test_a_call_that_blocks_the_loop_of_the_coroutines_is_named_once_and_e
     try:
         await asyncio.to_thread(begun.wait)
         with pytest.raises(DeadlineExceededError, match=r"It has not returned for 0\.05 s"):
-            await threads.watch(activity())
+            await threads.watch()
     finally:
         may_end.set()
     await call

@@ -9,6 +9,7 @@ from typing import Any, cast
 import openai
 import pytest
 
+from nexrl.activity import ActivityTracker
 from nexrl.environment import ChatLoop, Endpoint, Outcome, Task, Turn
 from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Policy, draw_seed
@@ -16,6 +17,7 @@ from nexrl.rewards import exact_match, math_answer
 from nexrl.tensor_proto import decode_tensor
 from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
+from nexrl.v1.activity_service_pb2 import Module
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.trajectory_pb2 import (
     VERDICT_ENV_ERROR,
@@ -44,6 +46,10 @@ MANY = 40
 THREADS = ThreadLimits(max_abandoned=8, max_blocked_seconds=30)
 
 
+def activity() -> ActivityTracker:
+    return ActivityTracker(Module(), None)
+
+
 def says(*texts: str, codec: TextCodec = SCRATCH, end: int = EOS) -> FakeEngine:
     """An engine whose k-th completion is the k-th text, repeating."""
     count = 0
@@ -62,7 +68,7 @@ async def test_simple_samples_a_whole_group_in_one_call_and_scores_each() -> Non
     engine = says("21", "12")
     async with policy_over(engine) as policy:
         worker = SingleTurnWorker(
-            policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple", temperature=0.3)
+            policy, SCRATCH, exact_match, UserThreads(THREADS, activity()), experiment(type="simple", temperature=0.3)
         )
         results = await worker.rollout(task_lease(0, 4, prompt="12", answer="21"))
     (request,) = engine.requests
@@ -82,7 +88,9 @@ async def test_simple_draws_with_the_experiments_parameters_and_scores_the_text_
     lease = task_lease(0, 1, prompt="12", answer="21")
     lease.MergeFrom(TaskLease(top_p=0.9, top_k=5, stop=[".", "x"]))
     async with policy_over(engine) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple"))
+        worker = SingleTurnWorker(
+            policy, SCRATCH, exact_match, UserThreads(THREADS, activity()), experiment(type="simple")
+        )
         (result,) = await worker.rollout(lease)
     (request,) = engine.requests
     assert (request.top_p, request.top_k, list(request.stop)) == (0.9, 5, [".", "x"])
@@ -94,7 +102,7 @@ async def test_simple_draws_with_the_experiments_parameters_and_scores_the_text_
 async def test_completion_cut_by_the_limit_is_truncated_and_still_scored() -> None:
     async with policy_over(says("2121212121")) as policy:
         worker = SingleTurnWorker(
-            policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple", maxNewTokens=3)
+            policy, SCRATCH, exact_match, UserThreads(THREADS, activity()), experiment(type="simple", maxNewTokens=3)
         )
         (result,) = await worker.rollout(task_lease(0, 1))
     assert result.verdict == VERDICT_TRUNCATED
@@ -106,7 +114,9 @@ async def test_reward_that_fails_fails_its_own_sample_only() -> None:
         return 1 / int(text)
 
     async with policy_over(says("1", "0")) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, fails_on_zero, UserThreads(THREADS), experiment(type="simple"))
+        worker = SingleTurnWorker(
+            policy, SCRATCH, fails_on_zero, UserThreads(THREADS, activity()), experiment(type="simple")
+        )
         results = await worker.rollout(task_lease(0, 2))
     assert [result.verdict for result in results] == [VERDICT_OK, VERDICT_REWARD_ERROR]
     assert not results[1].trajectories
@@ -120,9 +130,30 @@ async def test_rewards_that_do_not_return_keep_no_other_from_being_called() -> N
         return float(all_called.wait(20.0) >= 0)
 
     async with policy_over(says("1")) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, waits, UserThreads(THREADS), experiment(type="simple"))
+        worker = SingleTurnWorker(policy, SCRATCH, waits, UserThreads(THREADS, activity()), experiment(type="simple"))
         results = await asyncio.gather(*(worker.rollout(task_lease(0, 1)) for _ in range(MANY)))
     assert [result.verdict for (result,) in results] == [VERDICT_OK] * MANY
+
+
+async def test_a_rollout_waits_on_inference_while_it_generates_and_then_on_the_reward() -> None:
+    seen, tracker = [], activity()
+
+    def look() -> None:
+        seen.append([(work.activity, work.waiting_on) for work in tracker.snapshot().work])
+
+    def reply(request: GenerateRequest, index: int) -> GeneratedCompletion:
+        look()
+        return completion([EOS])
+
+    def reward(task: Mapping[str, object], text: str, is_finished: bool) -> float:
+        look()
+        return 1.0
+
+    async with policy_over(FakeEngine(reply), activity=tracker) as policy:
+        worker = SingleTurnWorker(policy, SCRATCH, reward, UserThreads(THREADS, tracker), experiment(type="simple"))
+        await worker.rollout(task_lease(0, 1))
+    assert seen == [[("generate", "inference")], [("user code", "the reward")]]
+    assert tracker.is_quiescent()
 
 
 @pytest.mark.parametrize("item", ["{}", '{"prompt": ""}', '{"prompt": 3}', "[]", "{"])
@@ -132,7 +163,9 @@ async def test_task_without_a_prompt_is_an_error_and_asks_no_engine(item: str) -
     lease = task_lease(0, 1)
     lease.task.item_json = item
     async with policy_over(engine) as policy:
-        worker = SingleTurnWorker(policy, SCRATCH, exact_match, UserThreads(THREADS), experiment(type="simple"))
+        worker = SingleTurnWorker(
+            policy, SCRATCH, exact_match, UserThreads(THREADS, activity()), experiment(type="simple")
+        )
         with pytest.raises(InvalidArgumentError, match="train-0"):
             await worker.rollout(lease)
     assert not engine.requests
@@ -145,7 +178,9 @@ async def test_grouping_keys_of_the_pool_travel_as_metadata() -> None:
     document["spec"]["trajectoryPool"]["keyList"] = ["level", "task_id"]
     keyed = type(experiment()).model_validate_json(json.dumps(document))
     async with policy_over(says("21")) as policy:
-        (result,) = await SingleTurnWorker(policy, SCRATCH, exact_match, UserThreads(THREADS), keyed).rollout(lease)
+        (result,) = await SingleTurnWorker(
+            policy, SCRATCH, exact_match, UserThreads(THREADS, activity()), keyed
+        ).rollout(lease)
     assert dict(result.trajectories[0].metadata) == {"task_id": "train-0", "level": "3"}
 
 
@@ -155,7 +190,7 @@ async def test_math_goes_through_the_chat_template_and_grades_the_last_number() 
     engine = says("it is 21", codec=CHAT, end=end)
     async with policy_over(engine) as policy:
         worker = SingleTurnWorker(
-            policy, CHAT, math_answer, UserThreads(THREADS), experiment(type="single_turn_math", chat=True)
+            policy, CHAT, math_answer, UserThreads(THREADS, activity()), experiment(type="single_turn_math", chat=True)
         )
         (result,) = await worker.rollout(task_lease(0, 1, prompt="12+9", answer="21"))
     assert list(engine.requests[0].prompt_token_ids) == CHAT.encode(
@@ -190,7 +225,7 @@ async def run_agent(policy: Policy, environment: Any, lease: TaskLease, codec: T
     gateway = Gateway(policy, codec, model="default", max_context_tokens=256, timeout_seconds=30)
     await gateway.listen("127.0.0.1", 0)
     try:
-        threads = UserThreads(THREADS)
+        threads = UserThreads(THREADS, activity())
         worker = AgentWorker(gateway, environment, threads, experiment(type="agent", environment="a:b"))
         (result,) = await worker.rollout(lease)
     finally:
