@@ -20,6 +20,7 @@ app = typer.Typer(
     help="Reinforcement-learning post-training of language models as typed gRPC services.",
 )
 
+RUNS = Path("runs")
 ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.")]
 Overrides = Annotated[
     list[str] | None,
@@ -31,7 +32,7 @@ Overrides = Annotated[
 def run(
     experiment: ExperimentFile,
     overrides: Overrides = None,
-    root: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    root: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = RUNS,
     port: Annotated[int, typer.Option(help="Port of the controller; 0 selects a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Run an experiment on this machine, each service in its own process."""
@@ -107,7 +108,11 @@ Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Its namespace
 
 def _is_run(name: str) -> bool:
     """Return whether `name` is the folder of a run, and not an experiment on a cluster."""
-    return "/" in name or Path(name).is_dir()
+    if "/" in name or Path(name).is_dir():
+        return True
+    if (run := RUNS / name).is_dir():
+        typer.echo(f"{name} is looked for on the cluster; the run on this machine is {run}", err=True)
+    return False
 
 
 @app.command()

@@ -49,15 +49,16 @@ def load_reward(reference: str, folder: Path) -> Reward:
 def score(reward: Reward, task: Mapping[str, object], text: str, is_finished: bool) -> Score:
     """Call a reward function and check its result. Raises RewardFailedError."""
     try:
-        returned = reward(task, text, is_finished)
-        values = {name: float(value) for name, value in _entries(returned).items()}
+        returned = _entries(reward(task, text, is_finished))
+        values = {name: float(value) for name, value in returned.items() if not isinstance(value, str | bytes)}
     except USER_CODE_ERRORS as error:
         raise RewardFailedError(
             f"reward of task {task.get('id')}: {exception_text(error, defined_at(reward))}"
         ) from error
-    if "reward" not in values or not all(math.isfinite(value) for value in values.values()):
+    if "reward" not in values or len(values) < len(returned) or not all(map(math.isfinite, values.values())):
+        name = getattr(reward, "__qualname__", type(reward).__name__)
         raise RewardFailedError(
-            f"reward of task {task.get('id')} ({defined_at(reward)}): {values}; "
+            f"reward of task {task.get('id')}: {name} ({defined_at(reward)}) returned {dict(returned)}; "
             "use finite numbers, one of them named reward"
         )
     return Score(values.pop("reward"), values)

@@ -16,6 +16,7 @@ LIMITS = (
     "rollout.timeoutSeconds=1",
     "rollout.workers=64",
     "trajectoryPool.batchSize=64",
+    "trajectoryPool.groupSize=64",  # a call of rewards for 64 samples: many that loop would starve the process
     "failurePolicy.maxRestarts=0",
 )
 OFTEN = ("validation=null", "monitor.health.checkIntervalSeconds=1")
@@ -39,7 +40,7 @@ FAULTS = {
         "raise ValueError(f'no grade for [/{task[\"id\"]}]')",
         (*SAMPLES_FAIL, *FIX, "ValueError ({file}:5): no grade for [/train-"),
     ),
-    "returns NaN": Fault("return float('nan')", (*SAMPLES_FAIL, *FIX, "({file}:4): {{'reward': nan}}; use finite")),
+    "returns NaN": Fault("return float('nan')", (*SAMPLES_FAIL, *FIX, "({file}:4) returned {{'reward': nan}}")),
     "loops": Fault("while True: pass", (*SAMPLES_FAIL, *TOO_LONG)),
     "sleeps": Fault("time.sleep(3600)", (*SAMPLES_FAIL, *TOO_LONG)),
     "exits": Fault("os._exit(42)", (*ENDED, "exit code 42, which is none of NexRL: your code or a library")),

@@ -115,7 +115,11 @@ def experiment(tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyP
     ("reward", "rollout", "said"),
     [
         ("raises", {}, ("REWARD_ERROR: reward of task", "KeyError ({place}): 'score'", "fix the reward function")),
-        ("not_a_number", {}, ("REWARD_ERROR: reward of task", "({place}): {{'reward': nan}}; use finite numbers")),
+        (
+            "not_a_number",
+            {},
+            ("REWARD_ERROR: reward of task", "not_a_number ({place}) returned {{'reward': nan}}"),
+        ),
         ("nothing", {}, ("REWARD_ERROR: reward of task", "TypeError ({place}): float() argument")),
         (
             "sleeps",

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ class RecordingTracker(ActivityTracker):
     def __init__(self, module: activity_pb.Module, channel: grpc.aio.Channel | None) -> None:
         super().__init__(module, channel)
         self.tracked: set[str] = set()
+        self.posted: list[int] = []
 
     @contextlib.contextmanager
     def track(self, activity: str, waiting_on: str = "") -> Iterator[None]:
         self.tracked.add(activity)
         with super().track(activity, waiting_on):
             yield
+
+    async def post_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.posted.append(step)
 
 
 @pytest.fixture
@@ -74,7 +78,9 @@ async def test_a_run_goes_on_from_the_checkpoint_that_it_names(build: Callable[.
     assert await first.live() is not None
     named = first.folder / "checkpoints/global_step_2"
     second = await build("second", resume={"mode": "from_path", "path": str(named)})
+    second.activity = tracker = RecordingTracker(activity_pb.Module(name="trainer"), None)
     assert await second.live() is not None
+    assert tracker.posted[:2] == [2, 3]  # status shows at once where it goes on
     assert second.publisher.published == [2, 3, 4]
     assert [step for step, _ in second.made] == [2, 3]
     assert checkpoints_of(second) == {"global_step_4"}

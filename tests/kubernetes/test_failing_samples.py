@@ -18,7 +18,11 @@ BODIES = {
 }
 TOLD = {
     "samples-raise": ("REWARD_ERROR: ", "ValueError (", "mine.py:5): no grade", "fix the reward function"),
-    "samples-nan": ("REWARD_ERROR: ", "mine.py:4): {'reward': nan}; use finite numbers", "fix the reward function"),
+    "samples-nan": (
+        "REWARD_ERROR: ",
+        "mine.py:4) returned {'reward': nan}",
+        "fix the reward function",
+    ),
     "samples-sleep": ("TIMEOUT: ", "the reward at ", "mine.py:5 had not returned", "or raise rollout.timeoutSeconds"),
 }
 

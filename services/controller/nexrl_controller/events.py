@@ -187,7 +187,7 @@ class ComponentExited:
     def _failed(self, state: State, last: ExitRecord, reason: str, why: str) -> State:
         lines = self.log_tail.strip().splitlines()[-MAX_LOG_LINES:]
         # kubectl shows only the first line of a message.
-        message = f"{self._ending()}{''.join(f': {line[:MAX_LAST_WORDS]}' for line in lines[-1:])}; {why}"
+        message = f"{self._ending()}{self._last_words()}; {why}"
         if len(lines) > 1:
             message += ". Last lines of its log:\n" + "\n".join(lines)[-MAX_LOG_CHARACTERS:]
         state = self._recorded(state, last, Verdict(restart=False))
@@ -198,13 +198,17 @@ class ComponentExited:
         # component that fails in its first step sends one before.
         in_a_row = 1 if state.step > last.step else last.in_a_row + 1
         delay_seconds = backoff_seconds(in_a_row)
+        words = self._last_words() if self.exit_code > 0 else ""  # a process that is killed does not say why
         last = replace(last, restarts=last.restarts + 1, in_a_row=in_a_row, step=state.step)
         return replace(
             self._recorded(state, last, Verdict(restart=True, delay_seconds=delay_seconds)),
             restarting=state.restarting | {self.component},
             reason="ComponentExited",
-            message=f"{self._ending()}; it restarts in {delay_seconds:g} s; {count}",
+            message=f"{self._ending()}{words}; it restarts in {delay_seconds:g} s; {count}",
         )
+
+    def _last_words(self) -> str:
+        return "".join(f": {line[:MAX_LAST_WORDS]}" for line in self.log_tail.strip().splitlines()[-1:])
 
     def _ending(self) -> str:
         if self.exit_code >= 0:

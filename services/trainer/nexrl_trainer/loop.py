@@ -38,6 +38,7 @@ from nexrl_trainer.checkpoint import (
 )
 from nexrl_trainer.checkpoint_writer import CheckpointWriter
 from nexrl_trainer.phase import Phase
+from nexrl_trainer.progress_log import ProgressLog
 from nexrl_trainer.starting_point import Checkpoints, StartingPoint
 from nexrl_trainer.step import Learner
 from nexrl_trainer.uploads import END_SECONDS
@@ -82,6 +83,7 @@ class TrainWorker:
         self._activity = activity
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._writer = CheckpointWriter(activity)
+        self._progress = ProgressLog(spec.trainer.steps)
         self.weights_lock = asyncio.Lock()
         """Held while weights are changed, sent or used in a forward pass."""
         # Held from a batch to its checkpoint: a stop waits for it, so that it finds whole steps only.
@@ -101,6 +103,7 @@ class TrainWorker:
     async def run(self) -> None:
         """The whole of training; `is_done` afterwards."""
         await self._resume()
+        await self._post({})  # the step at which it begins
         self.has_begun.set()
         await self.publish()
         if self.spec.trainer.steps == 0:
@@ -305,6 +308,7 @@ class TrainWorker:
             "untrainable_batches": float(self._untrainable_batches),
             "checkpointed_steps": float(max(0, self._checkpointed_step)),
         }
+        self._progress.add(self.learner.step, figures)
         await asyncio.gather(self._post(figures), self.publish())
 
     async def _report_failure(self, batch: pb.TrainBatch, error: TrainingFailedError) -> None:

@@ -1,6 +1,7 @@
 """How `nexrl serve` starts a service, and what a command says that lacks a package."""
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +11,15 @@ import pytest
 
 from nexrl import cli
 from nexrl.errors import FailedPreconditionError
+
+
+def test_a_name_that_is_a_run_on_this_machine_too_is_looked_for_on_the_cluster_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "none")}
+    command = [sys.executable, "-m", "nexrl.cli", "status", "mine"]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False).stderr
+    assert "mine is looked for on the cluster; the run on this machine is runs/mine" in said
+    assert "error: no cluster: " in said
 
 
 class EntryPoint:

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -77,13 +78,22 @@ def test_a_reward_and_its_components_are_told_apart() -> None:
     assert score(exact_match, task("x"), "x", True).reward == 1
 
 
-@pytest.mark.parametrize("returned", [None, "high", math.nan, math.inf, {"exact": 1.0}, {"reward": None}])
+@pytest.mark.parametrize("returned", [None, "high", "0.5", math.nan, math.inf, {"exact": 1.0}, {"reward": None}])
 def test_what_is_no_number_is_an_error(returned: object) -> None:
     def reward(task: Mapping[str, object], text: str, is_finished: bool) -> float:
         return returned  # type: ignore[return-value]
 
     with pytest.raises(RewardFailedError, match="reward of task train-0"):
         score(reward, task("x"), "y", True)
+
+
+def test_what_is_no_reward_is_shown_with_the_function_that_returned_it() -> None:
+    def mine(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str, float]:
+        return {"reward": 1.0, "length": cast(float, "7")}
+
+    shown = rf"mine \({__file__}:\d+\) returned {{'reward': 1.0, 'length': '7'}}; use finite numbers"
+    with pytest.raises(RewardFailedError, match=shown):
+        score(mine, task("x"), "y", True)
 
 
 def test_a_reward_that_raises_is_an_error_with_its_cause() -> None:

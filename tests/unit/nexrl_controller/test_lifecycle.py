@@ -114,6 +114,11 @@ def test_a_component_that_ends_is_started_again_and_the_phase_comes_back() -> No
     assert (back.phase, back.reason) == (Phase.VALIDATING, "ComponentAlive")
 
 
+def test_a_component_that_ended_by_itself_says_why_while_it_restarts() -> None:
+    restarting = after(exited("rollout-1", 4, log_tail="loaded\nno such replica"), state=after(*RUNNING))
+    assert restarting.message.startswith("rollout-1 ended with exit code 4: no such replica; it restarts in 0.5 s")
+
+
 def test_delays_between_restarts_double_up_to_a_limit() -> None:
     state, delays = after(*RUNNING), []
     for number in range(9):
