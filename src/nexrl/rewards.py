@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from nexrl.code_reference import USER_CODE_ERRORS, is_a, load_reference
 from nexrl.errors import InvalidArgumentError, NexrlError
@@ -88,8 +88,8 @@ def math_answer(task: Mapping[str, object], text: str, is_finished: bool) -> flo
     return float(_canonical(answer) == _canonical(_marked_answer(expected) or expected))
 
 
-def _entries(returned: object) -> Mapping[str, float]:
-    return returned if isinstance(returned, Mapping) else {"reward": cast(float, returned)}
+def _entries(returned: object) -> Mapping[str, Any]:
+    return returned if isinstance(returned, Mapping) else {"reward": returned}
 
 
 # A minus is part of the number unless it subtracts: "5-3" has 5 and 3, "= -3" has -3.

@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 from tests.support.cluster import Namespace, command, eventually
 from tests.support.experiments import NEXRL, applied, slow
+from tests.support.pages import HOW_TO, write_files
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 3
@@ -32,6 +33,14 @@ def test_results_and_logs_are_fetched_while_it_runs_and_after_the_end(namespace:
         assert "begins at step 0" in lines
         assert lines == (taken / "logs/trainer.log").read_text()
         assert not namespace.pods("app.kubernetes.io/component=reader")
+
+        results = namespace.get("experiment", "kept")["status"]["results"]
+        write_files((HOW_TO / "kubernetes.md").read_text(), tmp_path)
+        pod = (tmp_path / "results.yaml").read_text()
+        namespace.apply(pod.replace("CLAIM", results["claim"]).replace("IMAGE", results["image"]))
+        namespace.kubectl("wait", "--for=condition=Ready", "pod/results", "--timeout=180s", seconds=200.0)
+        namespace.kubectl("cp", "results:/volume", str(tmp_path / "by-kubectl"))
+        assert (tmp_path / "by-kubectl/logs/trainer.log").read_text() == lines
 
 
 def get_results(namespace: Namespace, folder: Path) -> Path:
