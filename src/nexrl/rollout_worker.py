@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.column_proto import encode_columns
-from nexrl.errors import InvalidArgumentError
+from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.exception_text import exception_text
 from nexrl.policy import Policy, Sampling, draw_seed
 from nexrl.spec.experiment import Experiment
@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 MAX_ERROR_CHARACTERS = 4096
 
 
+class NotAttemptedError(NexrlError):
+    """Raised by `rollout` if nothing was begun: the samples are granted again, and no attempt is counted."""
+
+
 class RolloutWorker(ABC):
     """Produces samples. Subclass it and override `rollout`; the rollout process leases, renews and puts.
 
@@ -67,6 +71,10 @@ class RolloutWorker(ABC):
         the verdict REWARD_ERROR; DeadlineExceededError gives TIMEOUT, anything else ENV_ERROR. The pool then has them
         attempted again. The call is cancelled when the lease is lost or the process stops.
         """
+
+    async def wanted(self, most: int) -> int:
+        """Return how many samples to lease now, 1 to `most`. May wait."""
+        return most
 
 
 @dataclass(frozen=True)

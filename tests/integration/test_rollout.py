@@ -3,11 +3,9 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
 import pytest
 
@@ -16,8 +14,6 @@ from nexrl.client import MAX_PUT_BYTES, RolloutClient, open_rollout_client
 from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Sampling
 from nexrl.rollout_worker import RolloutWorker, scored
-from nexrl.rpc.server import ServiceProcess
-from nexrl.settings import Settings
 from nexrl.spec import Experiment
 from nexrl.tensor_proto import decode_tensor
 from nexrl.transcript import Transcript
@@ -33,7 +29,6 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
     Trajectory,
 )
-from nexrl_rollout.server import start
 from nexrl_rollout.worker import RolloutLimits, RolloutLoop
 from tests.support.rollout import (
     ALPHABET,
@@ -46,6 +41,7 @@ from tests.support.rollout import (
     serving,
     task_lease,
 )
+from tests.support.rollout_process import contract, rollout_process
 
 REPOSITORY = Path(__file__).parents[2]
 EOS = 2
@@ -54,37 +50,6 @@ EOS = 2
 def reverses(request: GenerateRequest, index: int) -> GeneratedCompletion:
     """The right answer to "write it backwards"."""
     return completion([*reversed(request.prompt_token_ids[1:]), EOS])
-
-
-@asynccontextmanager
-async def contract(pool: FakePool, engine: FakeEngine) -> AsyncIterator[tuple[str, str]]:
-    """Addresses of a pool and of a weight sync whose one replica is `engine`."""
-    registry = FakeWeightSync()
-    async with serving(pool) as pool_address, serving(engine) as engine_address, serving(registry) as registry_address:
-        await registry.set(replica("replica-0", engine_address))
-        yield pool_address, registry_address
-
-
-@asynccontextmanager
-async def rollout_process(
-    pool: FakePool, engine: FakeEngine, run_dir: Path, given: Experiment | None = None, **rollout: Any
-) -> AsyncIterator[None]:
-    """The process, until SIGTERM at the end of the block."""
-    async with contract(pool, engine) as (pool_address, registry_address):
-        settings = Settings(
-            experiment_file=run_dir / "experiment.yaml",
-            run_dir=run_dir,
-            instance="rollout-0",
-            trajectory_pool=pool_address,
-            weight_sync=registry_address,
-        )
-        process = ServiceProcess("rollout", settings, given or experiment(**rollout))
-        running = asyncio.create_task(process.run(start))
-        try:
-            yield
-        finally:
-            process.stopping.set()
-            await running
 
 
 CLOSED = """

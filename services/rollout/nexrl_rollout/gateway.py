@@ -5,6 +5,7 @@ never handles tokens.
 """
 
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,12 @@ TOO_LARGE = (
 )
 
 
+CLOSED = "it was closed"
+LOST = "its time limit has passed, or its lease was lost"
+MAX_ENDED = 10_000
+"""Ended sessions of which the reason is remembered."""
+
+
 class ContextOverflowError(InvalidArgumentError):
     """Raised for a prompt that leaves no room for a completion."""
 
@@ -54,21 +61,37 @@ class Gateway:
         self._max_context_tokens = max_context_tokens
         self._timeout_seconds = timeout_seconds
         self._sessions: dict[str, Session] = {}
+        self._ended: dict[str, str] = {}
         self._runner: web.AppRunner | None = None
         self.address = ""
         """http://host:port, after `listen`."""
 
-    async def listen(self, host: str, port: int) -> None:
-        """Serve at host:port; port 0 selects a free port."""
-        app = web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/s/{session}/v1/chat/completions", self._chat_completions)
-        app.router.add_get("/s/{session}/v1/models", self._models)
-        app.router.add_post("/s/{session}/tokenize", self._tokenize)
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        advertised: str = "",
+        tls: ssl.SSLContext | None = None,
+        sessions: web.Application | None = None,
+    ) -> None:
+        """Serve at host:port; port 0 selects a free port.
+
+        `advertised` is the host in the base URLs, by default `host`. `sessions` is served below /sessions.
+        """
+        app = web.Application(middlewares=[openai_errors], client_max_size=MAX_BODY_BYTES)
+        for prefix in ("/s/{session}", ""):  # without a prefix, a header or the API key names the session
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/tokenize", self._tokenize)
+        if sessions is not None:
+            app.add_subapp("/sessions", sessions)
         # Cancel the handler if the client disconnects: the session must not record a turn that the client never saw.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
-        self.address = "http://{}:{}".format(*self._runner.addresses[0][:2])
+        await web.TCPSite(self._runner, host, port, ssl_context=tls).start()
+        scheme = "https" if tls else "http"
+        self.address = f"{scheme}://{advertised or host}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
         """Stop listening."""
@@ -80,10 +103,19 @@ class Gateway:
         """Open a session for one rollout; after the block its requests are refused. `seeds` has one for each turn."""
         session = Session(sampling, seeds)
         self._sessions[session.id] = session
+        reason = LOST
         try:
             yield session
+            reason = CLOSED
         finally:
             del self._sessions[session.id]
+            self._ended[session.id] = reason
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+
+    def why_ended(self, session_id: str) -> str:
+        """Returns why a session is not open."""
+        return self._ended.get(session_id, "no such session, or it ended long ago, or with an earlier process")
 
     def endpoint(self, session: Session) -> Endpoint:
         """Returns the endpoint of the session, for an environment."""
@@ -93,7 +125,7 @@ class Gateway:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        chat = parse_chat_request(await _json(request), session.sampling)
+        chat = parse_chat_request(await read_json(request), session.sampling)
         response = await self._serve(session, chat)
         return await _streamed(request, response) if chat.stream else web.json_response(response)
 
@@ -153,7 +185,7 @@ class Gateway:
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Answers with the prompt ids of a chat request with these messages, or with the ids of a text."""
         session = self._session(request)
-        body = await _json(request)
+        body = await read_json(request)
         if isinstance(body, dict) and isinstance(body.get("prompt"), str):
             token_ids = list(self._codec.encode(body["prompt"]))
         else:
@@ -165,15 +197,20 @@ class Gateway:
         )
 
     def _session(self, request: web.Request) -> Session:
-        session = self._sessions.get(request.match_info["session"])
-        if session is None:
-            raise NotFoundError(
-                "no such session: it has ended, or the base URL is not the one that the rollout was given"
-            )
+        name = _session_name(request)
+        if (session := self._sessions.get(name)) is None:
+            raise NotFoundError(f"the session is not open: {self.why_ended(name)}")
         return session
 
 
-async def _json(request: web.Request) -> object:
+def _session_name(request: web.Request) -> str:
+    """Returns what names the session: the path, the header X-Session-ID, or the API key."""
+    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return request.match_info.get("session") or request.headers.get("X-Session-ID") or key
+
+
+async def read_json(request: web.Request) -> object:
+    """Returns the body. Raises InvalidArgumentError if it is not JSON."""
     try:
         body: object = await request.json()
     except ValueError as error:
@@ -191,9 +228,10 @@ async def _streamed(request: web.Request, response: dict[str, Any]) -> web.Strea
 
 
 @web.middleware
-async def _openai_errors(
+async def openai_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    """Answers errors in the form of OpenAI's API."""
     try:
         return await handler(request)
     except ContextOverflowError as error:

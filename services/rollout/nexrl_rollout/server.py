@@ -7,18 +7,21 @@ from nexrl.rewards import load_reward
 from nexrl.rollout_worker import RolloutWorker, WorkerContext, load_worker
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec.experiment import Experiment
-from nexrl.spec.rollout import AgentRollout, ScoredRollout, WorkerRollout
+from nexrl.spec.rollout import AgentRollout, ExternalRollout, ScoredRollout, WorkerRollout
 from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
+from nexrl.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
 from nexrl_rollout.agent import AgentWorker
+from nexrl_rollout.external import ExternalWorker
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.mock import MockWorker
+from nexrl_rollout.service import GatewayServicer
 from nexrl_rollout.single_turn import SingleTurnWorker
 from nexrl_rollout.user_threads import ThreadLimits, UserThreads
 from nexrl_rollout.worker import RolloutLimits, RolloutLoop
 
 LOOPBACK = "127.0.0.1"
-"""Where the gateway listens: its agents run in this process, and it has no authentication."""
+"""Where the gateway listens if its agents run in this process."""
 
 
 def main() -> None:
@@ -70,6 +73,8 @@ async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorke
             agent = AgentWorker(gateway, environment, _user_threads(process), experiment)
             process.on_close(agent.close)
             return agent
+        case ExternalRollout():
+            return await _serve_sessions(process, policy, codec)
         case WorkerRollout():
             return load_worker(rollout.worker, experiment.folder, WorkerContext(policy, codec, experiment))
         case _:
@@ -83,15 +88,37 @@ def _user_threads(process: ServiceProcess) -> UserThreads:
     return threads
 
 
+async def _serve_sessions(process: ServiceProcess, policy: Policy, codec: TextCodec) -> ExternalWorker:
+    gateway = _gateway(process, policy, codec)
+    worker = ExternalWorker(gateway, process.experiment, process.activity)
+    servicer = GatewayServicer(worker)
+    process.add(add_GatewayServiceServicer_to_server, servicer, "nexrl.v1.GatewayService")
+    sessions = servicer.application()
+    settings = process.settings
+    await gateway.listen(
+        settings.host,
+        settings.http_port,
+        advertised=settings.advertised,
+        tls=process.secure_http(sessions),  # other requests name a session, which is a secret
+        sessions=sessions,
+    )
+    process.on_close(gateway.close)
+    return worker
+
+
 async def _open_gateway(process: ServiceProcess, policy: Policy, codec: TextCodec) -> Gateway:
+    gateway = _gateway(process, policy, codec)
+    await gateway.listen(LOOPBACK, process.settings.http_port)
+    process.on_close(gateway.close)
+    return gateway
+
+
+def _gateway(process: ServiceProcess, policy: Policy, codec: TextCodec) -> Gateway:
     spec = process.experiment.spec
-    gateway = Gateway(
+    return Gateway(
         policy,
         codec,
         model=spec.model.tag,
         max_context_tokens=spec.inference.max_tokens_per_row,
         timeout_seconds=spec.rollout.timeout_seconds,
     )
-    await gateway.listen(LOOPBACK, process.settings.http_port)
-    process.on_close(gateway.close)
-    return gateway

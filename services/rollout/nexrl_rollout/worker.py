@@ -19,7 +19,7 @@ from nexrl.code_reference import USER_CODE_ERRORS
 from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError
 from nexrl.exception_text import exception_text
 from nexrl.rewards import RewardFailedError
-from nexrl.rollout_worker import RolloutWorker, all_failed
+from nexrl.rollout_worker import NotAttemptedError, RolloutWorker, all_failed
 from nexrl.rpc.client import is_passing, new_request_id
 from nexrl.task_cancellation import is_current_task_cancelled
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
@@ -83,13 +83,14 @@ class RolloutLoop:
             await self._has_room.wait()
             # A sample's time limit begins with its lease: take none that no replica can serve yet.
             await self._client.policy.wait_gate()
-            for lease in await self._lease():
+            wanted = await self._worker.wanted(self._limits.max_in_flight - self._samples_held())
+            for lease in await self._lease(wanted):
                 self._begin(lease, tasks)
 
-    async def _lease(self) -> list[TaskLease]:
+    async def _lease(self, samples: int) -> list[TaskLease]:
         request_id = new_request_id()
         try:
-            response = await self._client.lease(self._samples_wanted(), request_id=request_id)
+            response = await self._client.lease(samples, request_id=request_id)
         except asyncio.CancelledError:
             await self._return_unseen(request_id)
             raise
@@ -103,9 +104,6 @@ class RolloutLoop:
             # The server does not wait once the data is exhausted, yet a last validation can still come.
             await asyncio.sleep(EXHAUSTED_PAUSE_SECONDS)
         return list(_units(response, self._worker.samples_together))
-
-    def _samples_wanted(self) -> int:
-        return self._limits.max_in_flight - self._samples_held()
 
     def _samples_held(self) -> int:
         return sum(len(lease.samples) for lease in self._held.values())
@@ -136,6 +134,8 @@ class RolloutLoop:
         with self._activity.track("rollout"), metrics.ROLLOUT_SECONDS.time():
             try:
                 results = await self._produce(lease)
+            except NotAttemptedError as error:
+                return await self._give_back(lease, error)
             except USER_CODE_ERRORS as error:  # the pool counts it
                 failure = error
                 results = all_failed(lease, _verdict(error), exception_text(error))
@@ -154,6 +154,14 @@ class RolloutLoop:
                     "verdict": Verdict.Name(failed.verdict),
                 },
             )
+
+    async def _give_back(self, lease: TaskLease, reason: NotAttemptedError) -> None:
+        log.info("not attempted: %s", reason)
+        self._release()
+        try:
+            await self._return([lease])
+        except NexrlError as error:
+            log.warning("return of samples: %s", error)  # their leases lapse
 
     async def _produce(self, lease: TaskLease) -> Sequence[SampleResult]:
         limit = asyncio.timeout(self._limits.timeout_seconds)

@@ -110,6 +110,12 @@ class AgentRollout(RolloutSpec):
     )
 
 
+class ExternalRollout(RolloutSpec):
+    """Agents of other processes, in any language, open a session for each episode and close it with the reward."""
+
+    type: Literal["external"] = Field(description="Agents elsewhere.")
+
+
 class SingleTurnMathRollout(ScoredRollout):
     """One prompt, one completion, graded as mathematics."""
 
