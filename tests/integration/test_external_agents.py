@@ -1,6 +1,8 @@
 """rollout.type external: agents of other processes open sessions, and their episodes are put as any other sample."""
 
 import asyncio
+import contextlib
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from nexrl.v1.trajectory_pb2 import (
     VERDICT_TRUNCATED,
     SampleResult,
 )
+from tests.support.certificates import OURS, Authority, environment
 from tests.support.eventually import eventually
 from tests.support.rollout import FakeEngine, FakePool, completion, task_lease
 from tests.support.rollout_process import rollout_process
@@ -223,3 +226,33 @@ async def test_the_sdk_asks_again_until_there_is_an_episode(tmp_path: Path, monk
         await waiting.__aexit__(None, None, None)
         await pool.wait_for(lambda: len(results(pool)) == 1)
     assert results(pool)[0].error == "enough"
+
+
+async def test_with_tls_sessions_are_for_callers_with_credentials_and_requests_for_those_who_know_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority()
+    ours = authority.write(tmp_path / "ours")
+    for name, value in environment(ours).items():
+        monkeypatch.setenv(name, value)
+    identified, stranger = (
+        ssl.create_default_context(cafile=str(ours.ca)),
+        ssl.create_default_context(cafile=str(ours.ca)),
+    )
+    identified.load_cert_chain(str(ours.certificate), ours.key)
+    async with external(FakePool(), tmp_path) as process, aiohttp.ClientSession() as http:
+        await eventually(lambda: is_listening(process))
+        url = f"https://127.0.0.1:{process.settings.http_port}"
+        statuses = []
+        for path, context in (("/sessions", stranger), ("/sessions", identified), ("/v1/chat/completions", stranger)):
+            async with http.post(f"{url}{path}", json={}, ssl=context, server_hostname=OURS) as response:
+                statuses.append(response.status)
+    assert statuses == [401, 400, 404]  # no credentials; no request_id; no session
+
+
+async def is_listening(process: ServiceProcess) -> bool:
+    with contextlib.suppress(OSError):
+        _, writer = await asyncio.open_connection("127.0.0.1", process.settings.http_port)
+        writer.close()
+        return True
+    return False

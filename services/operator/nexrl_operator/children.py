@@ -22,7 +22,7 @@ from nexrl_operator.objects import (
     Object,
     Owner,
 )
-from nexrl_operator.pods import INTERCHANGEABLE, PodTemplates, from_field, variable
+from nexrl_operator.pods import INTERCHANGEABLE, PodTemplates, from_field, serves_http, variable
 from nexrl_operator.revisions import (
     CONFIGURATION_FILE,
     REVISION,
@@ -92,7 +92,7 @@ class Renderer:
     def service(self, component: str) -> Object:
         """Return a headless Service. It publishes pods that are not ready: pods that start wait for each other."""
         ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
-        if component == "inference":
+        if serves_http(component, self.experiment.spec):
             ports["http"] = HTTP_PORT
         if self.settings.tls != "off":
             ports["grpc-token"] = TOKEN_PORT

@@ -4,7 +4,18 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from nexrl.spec import ExperimentSpec
-from nexrl_operator.objects import COMPONENT_LABEL, EXPERIMENT_LABEL, GROUP, GRPC_PORT, METRICS_PORT, Object, Owner
+from nexrl_operator.objects import (
+    COMPONENT_LABEL,
+    EXPERIMENT_LABEL,
+    GROUP,
+    GRPC_PORT,
+    HTTP_PORT,
+    METRICS_PORT,
+    TOKEN_PORT,
+    Object,
+    Owner,
+)
+from nexrl_operator.pods import serves_agents
 from nexrl_operator.settings import OperatorSettings
 
 REDIS_PORT = 6379
@@ -16,7 +27,8 @@ def network_policy(owner: Owner, spec: ExperimentSpec, settings: OperatorSetting
     - between the pods, at any port, because each weight broadcast chooses a port;
     - from the pods to DNS, to the servers in `settings.egress`, and to the port of the Redis that the spec names;
     - from the operator to the gRPC port of the pods;
-    - from namespaces with the label nexrl.dev/metrics to the metrics port of the pods.
+    - from namespaces with the label nexrl.dev/metrics to the metrics port of the pods;
+    - with rollout.type external: from pods with the label nexrl.dev/agents-of to the gRPC and HTTP ports.
     """
     own = {"podSelector": {"matchLabels": {EXPERIMENT_LABEL: owner.name}}}
     operator = {
@@ -33,6 +45,7 @@ def network_policy(owner: Owner, spec: ExperimentSpec, settings: OperatorSetting
                 "from": [{"namespaceSelector": {"matchLabels": {f"{GROUP}/metrics": "allowed"}}}],
                 "ports": [{"port": METRICS_PORT, "protocol": "TCP"}],
             },
+            *_from_agents(owner, spec),
         ],
         "egress": [
             {"to": [own]},
@@ -42,6 +55,14 @@ def network_policy(owner: Owner, spec: ExperimentSpec, settings: OperatorSetting
         ],
     }
     return owner.new_object("networking.k8s.io/v1", "NetworkPolicy", "pods", "pods") | {"spec": policy}
+
+
+def _from_agents(owner: Owner, spec: ExperimentSpec) -> Iterator[Object]:
+    if serves_agents("rollout", spec):
+        yield {
+            "from": [{"podSelector": {"matchLabels": {f"{GROUP}/agents-of": owner.name}}}],
+            "ports": [{"port": port, "protocol": "TCP"} for port in (GRPC_PORT, TOKEN_PORT, HTTP_PORT)],
+        }
 
 
 def storage_policy(owner: Owner, spec: ExperimentSpec) -> Object | None:

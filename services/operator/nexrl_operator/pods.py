@@ -8,7 +8,8 @@ from nexrl.components import BY_NAME, COMPONENTS, WITH_PODS, Component, Wiring
 from nexrl.k8s.security import CONTAINER_SECURITY, POD_SECURITY
 from nexrl.run_layout import LOGS_FOLDER
 from nexrl.settings import ALIVE
-from nexrl.spec import Experiment
+from nexrl.spec import Experiment, ExperimentSpec
+from nexrl.spec.rollout import ExternalRollout
 from nexrl.tls import experiment_name
 from nexrl_operator.api_objects import MAIN_CONTAINER
 from nexrl_operator.objects import (
@@ -160,7 +161,7 @@ class PodTemplates:
 
     def _ports(self, component: str) -> list[Object]:
         ports = {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
-        if component == "inference":
+        if serves_http(component, self.experiment.spec):
             ports["http"] = HTTP_PORT
         if self._checks_tokens(component):
             ports["grpc-token"] = TOKEN_PORT
@@ -266,9 +267,20 @@ class PodTemplates:
         return SHAPES[component].has_run_folder and (self._is_shared or component == "trainer")
 
     def _checks_tokens(self, component: str) -> bool:
-        """Return whether a component serves the token port, because rollout workers of users call it."""
+        """Return whether a component serves the token port, because rollout workers or agents of users call it."""
         is_enabled = self.settings.token_reviews and self.settings.tls != "off"
-        return is_enabled and component not in ("rollout", "trainer", "data-reader")
+        is_called = component not in ("rollout", "trainer", "data-reader")
+        return is_enabled and (is_called or serves_agents(component, self.experiment.spec))
+
+
+def serves_agents(component: str, spec: ExperimentSpec) -> bool:
+    """Return whether agents of other pods call the component. It then runs no code of the user."""
+    return component == "rollout" and isinstance(spec.rollout, ExternalRollout)
+
+
+def serves_http(component: str, spec: ExperimentSpec) -> bool:
+    """Return whether the component has an OpenAI-compatible API."""
+    return component == "inference" or serves_agents(component, spec)
 
 
 def container_of(component: Component) -> str:

@@ -19,6 +19,7 @@ from nexrl.local.run_folder import RunFolder
 from nexrl.run_layout import REDIS_FOLDER
 from nexrl.settings import REDIS_PASSWORD, redis_password
 from nexrl.spec import Experiment
+from nexrl.spec.rollout import ExternalRollout
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 32_768)
@@ -36,6 +37,10 @@ class Addresses:
     weight_sync: str
     trainer_replicas: tuple[str, ...] = ()
     """Of all replicas but replica 0, which calls them."""
+    rollouts: tuple[str, ...] = ()
+    """Of gateways that agents of other processes call: gRPC."""
+    gateways: tuple[str, ...] = ()
+    """Of the same gateways: HTTP."""
 
     @property
     def trajectory_pool(self) -> str:
@@ -48,13 +53,17 @@ class Addresses:
             "controller": self.controller,
             "trajectory_pool": self.trajectory_pool,
             "weight_sync": self.weight_sync,
+            **({"gateway": "ipv4:" + ",".join(self.rollouts)} if self.rollouts else {}),
+            **({"gateway_http": ",".join(f"http://{address}" for address in self.gateways)} if self.gateways else {}),
         }
 
 
 def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addresses, Path | None]:
     """Choose free ports for components that others call, and a socket for a private Redis unless a URL is given."""
     pools, others = experiment.spec.trajectory_pool.replicas, experiment.spec.trainer.replicas - 1
-    ports = free_ports(3 + pools + others)
+    gateways = experiment.spec.rollout.replicas if isinstance(experiment.spec.rollout, ExternalRollout) else 0
+    ports = free_ports(3 + pools + others + 2 * gateways)
+    spare = ports[3 + pools + others :]
     given = experiment.spec.redis.url
     socket_path = None if given else Path(tempfile.mkdtemp(prefix="nexrl-")) / "redis.sock"
     return Addresses(
@@ -63,7 +72,9 @@ def choose_addresses(experiment: Experiment, controller_port: int) -> tuple[Addr
         data_reader=f"{LOOPBACK}:{ports[2]}",
         trajectory_pools=tuple(f"{LOOPBACK}:{port}" for port in ports[3 : 3 + pools]),
         weight_sync=f"{LOOPBACK}:{ports[1]}",
-        trainer_replicas=tuple(f"{LOOPBACK}:{port}" for port in ports[3 + pools :]),
+        trainer_replicas=tuple(f"{LOOPBACK}:{port}" for port in ports[3 + pools : 3 + pools + others]),
+        rollouts=tuple(f"{LOOPBACK}:{port}" for port in spare[:gateways]),
+        gateways=tuple(f"{LOOPBACK}:{port}" for port in spare[gateways:]),
     ), socket_path
 
 
@@ -124,6 +135,7 @@ def _commands(
         "trajectory-pool": list(addresses.trajectory_pools),
         "weight-sync": [addresses.weight_sync],
         "trainer": [f"{LOOPBACK}:0", *addresses.trainer_replicas],
+        **({"rollout": list(addresses.rollouts)} if addresses.rollouts else {}),
     }
     gpus = assign_gpus(experiment.spec, usable_gpus())
     for component in COMPONENTS:
@@ -132,6 +144,8 @@ def _commands(
         for number, listen in enumerate(listens):
             name = f"{component.name}-{number}" if is_numbered else component.name
             own = {"NEXRL_REPLICA": str(number)} if component.name == "trainer" else {}
+            if component.name == "rollout" and addresses.gateways:
+                own = {"NEXRL_HTTP_PORT": addresses.gateways[number].rpartition(":")[2]}
             own |= gpus.get((component.name, number), {})
             yield service_command(component.name, name, experiment, wiring, {"NEXRL_LISTEN": listen, **own})
 

@@ -139,6 +139,9 @@ async def launch(
 ) -> tuple["Launcher", pb.Experiment | None]:
     """Run all processes to the end of the experiment, or of `goal`; also returns what `Launcher.run` returns."""
     addresses, redis_socket = choose_addresses(experiment, port)
+    if addresses.gateways:
+        gateways = f"{addresses.endpoints()['gateway']} (gRPC), {addresses.endpoints()['gateway_http']}/sessions"
+        sys.stdout.write(f"agents open sessions at {gateways}; also in {folder.path / ENDPOINTS_FILE}\n")
     launcher = Launcher(experiment, folder, addresses, redis_socket, goal)
     try:
         return launcher, await launcher.run()

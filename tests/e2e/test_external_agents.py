@@ -1,0 +1,51 @@
+"""The example of an agent in a process of its own: it is trained, whoever is killed."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import NAME, Run, eventually, metrics_of, nexrl, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent-elsewhere"
+STEPS = 12
+SHORT = (
+    *(f"metadata.name={NAME}", f"trainer.steps={STEPS}", "checkpoint.everySteps=4"),
+    *("trajectoryPool.batchSize=32", "rollout.leaseSeconds=5", "rollout.timeoutSeconds=5"),
+)
+AUDIT_SECONDS = 60.0
+
+
+@pytest.mark.guide("R3")
+async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_path: Path) -> None:
+    async with running(tmp_path, *SHORT, seconds=200, file=EXAMPLE / "experiment.yaml") as run:
+        first = await agent(run)
+        await run.until_step(3)
+        first.kill()  # its episodes end at their time limit, and are granted to the next agent
+        await first.wait()
+        second = await agent(run)
+        before = await run.process("rollout-0")
+        await run.until_step(6)
+        os.kill(before.pid, signal.SIGKILL)  # its sessions are gone; their leases run out
+        await run.process("rollout-0", other_than=before)
+        await run.ends()
+        second.kill()
+        await second.wait()
+    assert {line["step"] for line in metrics_of(run.folder) if "loss" in line} == {*range(1, STEPS + 1)}
+    audit = nexrl(tmp_path, "audit", NAME, seconds=AUDIT_SECONDS)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert "every sample is accounted for exactly once" in audit.stdout
+
+
+async def agent(run: Run) -> asyncio.subprocess.Process:
+    """Start the example's agent as soon as the run has an address for it."""
+    endpoints = run.folder / "endpoints.json"
+    await eventually(endpoints.exists, seconds=60)
+    address = json.loads(endpoints.read_text())["gateway"]
+    return await asyncio.create_subprocess_exec(sys.executable, str(EXAMPLE / "agent.py"), address, cwd=run.root)
