@@ -33,6 +33,7 @@ GRPC = {
     "nexrl.rpc.status",
     # Clients: each is given a channel.
     "nexrl.activity",
+    "nexrl.agent_sessions",
     "nexrl.client",
     "nexrl.local.audit",
     "nexrl.local.evaluation",
@@ -50,6 +51,7 @@ GRPC = {
     "nexrl_controller.service",
     "nexrl_data_reader.service",
     "nexrl_inference.service",
+    "nexrl_rollout.service",
     "nexrl_trainer.service",
     "nexrl_trajectory_pool.service",
     "nexrl_weight_sync.service",
@@ -97,8 +99,14 @@ def test_each_component_is_a_grpc_service_with_one_implementation() -> None:
     promised = sorted(re.findall(r"^service (\w+) {", contracts, re.MULTILINE))
     assert promised == sorted(re.findall(r"^class \w+Servicer\((\w+)Servicer\):", servicers, re.MULTILINE))
     assert promised == [
-        *("ActivityService", "ControllerService", "DataLoaderService", "DataReaderService", "InferenceService"),
-        *("TrainBatchPoolService", "TrainerReplicaService", "TrainerService", "TrajectoryPoolService"),
+        *("ActivityService", "ControllerService", "DataLoaderService", "DataReaderService", "GatewayService"),
+        *(
+            "InferenceService",
+            "TrainBatchPoolService",
+            "TrainerReplicaService",
+            "TrainerService",
+            "TrajectoryPoolService",
+        ),
         *("ValidatorService", "WeightSyncService"),
     ]
 

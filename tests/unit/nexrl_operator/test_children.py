@@ -203,21 +203,6 @@ def test_only_the_trainer_gets_the_credentials_of_object_storage_and_may_reach_i
         kubernetes_validate.validate(item, "1.36", strict=True)
 
 
-def test_agents_of_other_pods_reach_the_gateways_of_an_experiment_that_has_them_and_no_others() -> None:
-    def reached(kind: str) -> tuple[set[str], list[Object]]:
-        made = {item["metadata"]["name"]: item for item in objects(renderer(rollout={"type": kind, "maxNewTokens": 8}))}
-        rules = made["x-pods"]["spec"]["ingress"]
-        ports = {port["name"] for port in container(made["x-rollout"])["ports"]}
-        return ports, [rule for rule in rules if "agents-of" in str(rule)]
-
-    ports, (agents,) = reached("external")
-    assert "http" in ports
-    assert agents["from"] == [{"podSelector": {"matchLabels": {"nexrl.dev/agents-of": "x"}}}]
-    assert [port["port"] for port in agents["ports"]] == [50051, 50052, 8000]
-    ports, none = reached("simple")
-    assert ("http" in ports, none) == (False, [])
-
-
 def test_a_shared_folder_as_object_storage_needs_no_network() -> None:
     names = {item["metadata"]["name"] for item in renderer(storage={"uri": "file:///shared/results"}).foundation()}
     assert "x-storage" not in names
