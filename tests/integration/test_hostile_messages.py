@@ -27,6 +27,7 @@ from nexrl.weights.transport import Sender
 from nexrl_controller import server as controller
 from nexrl_data_reader import server as data_reader
 from nexrl_inference import server as inference
+from nexrl_rollout import server as rollout
 from nexrl_trainer import hosted_ranks
 from nexrl_trainer.build import build_learner
 from nexrl_trainer.hosted_ranks import HostedRanks
@@ -82,6 +83,7 @@ SERVICES: dict[str, tuple[Callable[[ServiceProcess], Awaitable[None]], list[str]
     "inference": (inference.start, ["Inference"]),
     "trainer": (start_trainer_whose_loop_has_ended, ["Trainer"]),
     "other replica of the trainer": (start_other_replica, ["TrainerReplica"]),
+    "rollout": (rollout.start, ["Gateway"]),
 }
 
 
@@ -127,7 +129,7 @@ async def test_random_messages_are_answered_or_refused_with_what_is_wrong(
     start, services = SERVICES[name]
     found = [Default().FindServiceByName(f"nexrl.v1.{each}Service").methods for each in services]
     methods, messages, nobody = [method for each in found for method in each], Messages(SEED), "127.0.0.1:1"
-    experiment = small_experiment(experiment_name)
+    experiment = small_experiment(experiment_name, rollout={"type": "external", "maxNewTokens": 8})
     addresses = {"redis_url": redis_url, "weight_sync": nobody, "trajectory_pool": nobody}
 
     async def send_many(channel: grpc.aio.Channel) -> None:

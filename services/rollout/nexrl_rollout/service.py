@@ -70,13 +70,16 @@ class GatewayServicer(GatewayServiceServicer):
         if request.verdict not in STATUS_OF:
             allowed = ", ".join(Verdict.Name(verdict) for verdict in STATUS_OF)
             raise InvalidArgumentError(f"verdict: {request.verdict}; must be one of {allowed}")
-        outcome = Outcome(
-            STATUS_OF[request.verdict],
-            request.reward if request.HasField("reward") else None,
-            dict(request.reward_components),
-            request.error,
-            list(request.turn_rewards),
-        )
+        try:
+            outcome = Outcome(
+                STATUS_OF[request.verdict],
+                request.reward if request.HasField("reward") else None,
+                dict(request.reward_components),
+                request.error,
+                list(request.turn_rewards),
+            )
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"verdict, reward: {error.message}") from error
         self._worker.close_session(request.session_id, outcome)
         return pb.CloseSessionResponse()
 
