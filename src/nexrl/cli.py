@@ -76,11 +76,15 @@ def plan(
     memory: Annotated[
         str, typer.Option(help="Memory of the machine that runs all roles, for example 512Gi. Default: of this one.")
     ] = "",
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs of one machine that runs all roles. Default: each process has its own."),
+    ] = None,
 ) -> None:
     """Print the memory, GPUs, cores and disk that each role needs. Exits with code 4 if they do not fit."""
     from nexrl.plan.command import plan as lines
 
-    for line in lines(experiment, overrides or [], gpu_memory, memory):
+    for line in lines(experiment, overrides or [], gpu_memory, memory, gpus):
         typer.echo(line)
 
 

@@ -54,8 +54,8 @@ OF_TWO_AUTHORITIES = OF_ONE_AUTHORITY | {
 OF_EVERYBODY = {"health": "UNIMPLEMENTED", "metrics": "200"}
 """These ports show nothing else, and ask nobody who it is: docs/how-to/tls.md."""
 
-NOT_SERVED = ("DataReaderService", "TrainerReplicaService")
-"""By these experiments: one is on loopback only, the other is of trainers of several replicas."""
+NOT_SERVED = ("DataReaderService", "GatewayService", "TrainerReplicaService")
+"""By these experiments: on loopback only; of agents elsewhere; of trainers of several replicas."""
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,18 @@ def assign_gpus(spec: ExperimentSpec, gpus: Sequence[str]) -> dict[tuple[str, in
 
     A process that shares a GPU also learns its share of it: all processes of a GPU have equal shares.
     """
+    assigned = gpus_of(spec, gpus)
+    users = Counter(gpu for own in assigned.values() for gpu in own)
+    return {process: _variables(own, max(users[gpu] for gpu in own)) for process, own in assigned.items()}
+
+
+def gpus_of(spec: ExperimentSpec, gpus: Sequence[str]) -> dict[tuple[str, int], tuple[str, ...]]:
+    """Return the GPUs of each process, by component and replica."""
     if not gpus:
         return {}
     assigned = _of_trainer(spec, gpus)
     of_trainer = {gpu for own in assigned.values() for gpu in own}
-    assigned |= _of_inference(spec, gpus, [gpu for gpu in gpus if gpu not in of_trainer] or gpus)
-    users = Counter(gpu for own in assigned.values() for gpu in own)
-    return {process: _variables(own, max(users[gpu] for gpu in own)) for process, own in assigned.items()}
+    return assigned | _of_inference(spec, gpus, [gpu for gpu in gpus if gpu not in of_trainer] or gpus)
 
 
 def _of_trainer(spec: ExperimentSpec, gpus: Sequence[str]) -> dict[tuple[str, int], tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nexrl.errors import FailedPreconditionError
+from nexrl.errors import FailedPreconditionError, InvalidArgumentError
 from nexrl.plan.memory_size import format_bytes, gpu_bytes, host_bytes, parse_bytes
 from nexrl.plan.model_size import ModelSize, size_of
 from nexrl.plan.roles import Available, Role, inference_role, problems, trainer_role
@@ -14,8 +14,10 @@ from nexrl.spec.load import parse_experiment
 from nexrl.spec.violations import spec_error
 
 
-def plan(path: Path, overrides: Sequence[str], gpu_memory: str, memory: str) -> Iterator[str]:
+def plan(path: Path, overrides: Sequence[str], gpu_memory: str, memory: str, gpus: int | None = None) -> Iterator[str]:
     """Yield the lines of the plan. `gpu_memory` and `memory` are quantities as 80Gi; "" asks this machine.
+
+    With `gpus`, one machine with so many runs all roles; without, each process has GPUs of its own.
 
     Raises SpecError for a wrong file, and after the last line FailedPreconditionError if something does not fit.
     """
@@ -24,7 +26,11 @@ def plan(path: Path, overrides: Sequence[str], gpu_memory: str, memory: str) -> 
     available = Available(
         parse_bytes("--gpu-memory", gpu_memory) if gpu_memory else gpu_bytes(),
         parse_bytes("--memory", memory) if memory else host_bytes(),
+        gpus,
     )
+    named = max((*spec.trainer.gpus, *spec.inference.gpus), default=0)
+    if gpus is not None and named >= gpus:
+        raise InvalidArgumentError(f"--gpus: {gpus}, but trainer.gpus or inference.gpus names GPU {named}")
     yield from plan_lines(size, spec, available)
     if found := problems(size, spec, available):
         raise FailedPreconditionError("\n".join(found))

@@ -1,10 +1,12 @@
 """What each role of an experiment needs, and what of it does not fit."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
+from nexrl.local.gpu_assignment import gpus_of
 from nexrl.plan.memory_size import format_bytes, parse_bytes
 from nexrl.plan.model_size import ModelSize
 from nexrl.plan.sampling import replica_memory
@@ -23,6 +25,8 @@ class Available:
 
     gpu_bytes: int | None
     host_bytes: int
+    gpus: int | None = None
+    """GPUs of that machine, which the roles share if they must; None: each process has its own."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,34 @@ def inference_role(size: ModelSize, spec: ExperimentSpec, available: Available) 
 
 def problems(size: ModelSize, spec: ExperimentSpec, available: Available) -> list[str]:
     """Return what does not fit: the role, by how much, and what to change."""
+    return [f"{text}; {_remedies(size, spec, available)}" for text in _excesses(size, spec, available)]
+
+
+def _excesses(size: ModelSize, spec: ExperimentSpec, available: Available) -> list[str]:
     roles = [trainer_role(size, spec, available), inference_role(size, spec, available)]
     found = [text for role in roles for text in _too_large(role, available)]
+    found = found or [*_too_large_together(roles, spec, available)]
     shared = sum(role.replicas * role.host_bytes for role in roles if role.host_limit is None)
     if not found and shared > available.host_bytes:
         found.append(_excess("trainer and inference", "the memory of one machine", shared, available.host_bytes))
-    return [f"{text}; {_remedies(size, spec, available)}" for text in found]
+    return found
+
+
+def _too_large_together(roles: Sequence[Role], spec: ExperimentSpec, available: Available) -> Iterator[str]:
+    """Yield the GPUs of one machine whose processes do not fit together."""
+    if available.gpus is None or available.gpu_bytes is None:
+        return
+    needed = {role.name: role.device_bytes or 0 for role in roles}
+    ranks = sum(role.replicas * role.gpus for role in roles if role.name == "trainer")
+    if ranks > (own := len(set(spec.trainer.gpus)) or available.gpus):
+        yield f"trainer: {ranks} ranks need a GPU each, and it may use {own}"
+        return
+    of_gpu: Counter[str] = Counter()
+    for (component, _), gpus in gpus_of(spec, [str(number) for number in range(available.gpus)]).items():
+        of_gpu.update(dict.fromkeys(gpus, needed[component]))
+    for gpu, total in of_gpu.items():
+        if total > available.gpu_bytes:
+            yield _excess("trainer and inference", f"GPU {gpu}, which they share,", total, available.gpu_bytes)
 
 
 def _too_large(role: Role, available: Available) -> Iterator[str]:
@@ -169,9 +195,7 @@ def _changed(spec: ExperimentSpec, **values: object) -> ExperimentSpec:
 
 
 def _fits(size: ModelSize, spec: ExperimentSpec, available: Available) -> bool:
-    roles = [trainer_role(size, spec, available), inference_role(size, spec, available)]
-    shared = sum(role.replicas * role.host_bytes for role in roles if role.host_limit is None)
-    return shared <= available.host_bytes and not any(text for role in roles for text in _too_large(role, available))
+    return not _excesses(size, spec, available)
 
 
 def _parts(memory: RankMemory) -> dict[str, int]:

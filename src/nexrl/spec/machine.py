@@ -157,7 +157,12 @@ def _missing_inference(inference: InferenceSpec) -> list[Violation]:
 
 
 def _missing_trainer(trainer: TrainerSpec) -> list[Violation]:
-    return _missing_gpus("spec.trainer.gpus", trainer.gpus)
+    missing = _missing_gpus("spec.trainer.gpus", trainer.gpus)
+    count = len(set(trainer.gpus)) or len(usable_gpus())
+    if missing or not count or trainer.ranks <= count or trainer.device == "cpu" or trainer.backend == "mock":
+        return missing
+    described = f"{trainer.ranks} ranks need a GPU each, and the trainer may use {count}; use fewer, or device: cpu"
+    return [Violation("spec.trainer.processesPerReplica", described)]
 
 
 def _missing_gpus(path: str, numbers: Sequence[int]) -> list[Violation]:

@@ -73,6 +73,35 @@ def test_the_trainer_gets_the_first_gpus_and_inference_the_rest_unless_the_file_
 
 
 @pytest.mark.parametrize(
+    ("visible", "trainer", "ranks"),
+    [
+        ("0", {"processesPerReplica": 2}, 1),
+        ("0,1", {"replicas": 3}, 2),
+        ("0,1,2", {"processesPerReplica": 2, "gpus": [1]}, 1),
+        ("0,1", {"processesPerReplica": 2}, None),
+        ("0", {"processesPerReplica": 2, "device": "cpu"}, None),
+        ("", {"processesPerReplica": 2}, None),
+    ],
+)
+def test_ranks_that_would_share_a_gpu_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, trainer: dict[str, Any], ranks: int | None
+) -> None:
+    monkeypatch.setenv(VISIBLE, visible)
+    sections = {
+        **BASE,
+        "model": {"scratch": {"alphabet": "01", "maxPositions": 512}},
+        "trainer": {"steps": 1, **trainer},
+    }
+    document = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": "x"}, "spec": sections}
+    (tmp_path / "experiment.yaml").write_text(json.dumps(document))
+    if ranks is None:
+        load_experiment(tmp_path / "experiment.yaml")
+        return
+    with pytest.raises(SpecError, match=f"ranks need a GPU each, and the trainer may use {ranks}; use fewer"):
+        load_experiment(tmp_path / "experiment.yaml")
+
+
+@pytest.mark.parametrize(
     ("visible", "message"),
     [("4,5", "2: there are 2 GPUs here; allowed: 0 to 1"), ("", "2: there is no GPU here; remove it")],
 )

@@ -233,3 +233,28 @@ def test_fewest_gpus_of_the_table_are_enough_and_half_of_them_are_not() -> None:
     assert gpus_needed(size, checkpoints_activations=True) == 4
     halves = (rank_memory(size, Training(2, ranks, 8192, checkpoints_activations=True)).step for ranks in (4, 2))
     assert [step < 0.9 * 80 * GIB for step in halves] == [True, False]
+
+
+def test_roles_that_share_the_gpus_of_one_machine_must_fit_together() -> None:
+    spec = _spec()
+    trainer, inference = (role(SIZE, spec, PLENTY).device_bytes or 0 for role in (trainer_role, inference_role))
+    one = Available(trainer + inference - 1, PLENTY.host_bytes, gpus=1)
+    (found,) = problems(SIZE, spec, one)
+    assert found.startswith("trainer and inference: needs ")
+    assert "GPU 0, which they share," in found
+    assert problems(SIZE, spec, Available(trainer + inference, PLENTY.host_bytes, gpus=1)) == []
+    assert problems(SIZE, spec, Available(trainer + inference - 1, PLENTY.host_bytes, gpus=2)) == []
+    assert problems(SIZE, spec, Available(trainer + inference - 1, PLENTY.host_bytes)) == []
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    spec = _spec(trainer={"steps": 1, "processesPerReplica": 4})
+    (found,) = problems(SIZE, spec, Available(10**12, 10**15, gpus=2))
+    assert found.startswith("trainer: 4 ranks need a GPU each, and it may use 2; ")
+
+
+def test_a_gpu_that_the_machine_of_the_plan_lacks_is_refused(tmp_path: Path) -> None:
+    experiment = small_experiment(trainer={"steps": 1, "gpus": [3]})
+    (tmp_path / "experiment.yaml").write_text(experiment.model_dump_json(by_alias=True, exclude_none=True))
+    with pytest.raises(InvalidArgumentError, match=r"--gpus: 2, but trainer.gpus or inference.gpus names GPU 3"):
+        list(plan(tmp_path / "experiment.yaml", [], "80Gi", "1024Gi", 2))
