@@ -62,8 +62,8 @@ class ExternalWorker(EpisodeWorker):
             await asyncio.wait([asker.episode], timeout=wait_seconds)
             return asker.episode.result() if asker.episode.done() else None
         except asyncio.CancelledError:  # the agent has gone, and has not seen its episode
-            if asker.episode.done():
-                asker.episode.result().result.set_exception(NotAttemptedError("the agent that asked for it has gone"))
+            if asker.episode.done() and not (result := asker.episode.result().result).done():
+                result.set_exception(NotAttemptedError("the agent that asked for it has gone"))
             raise
         finally:
             if asker in self._askers:

@@ -81,9 +81,9 @@ class RolloutLoop:
     async def _begin_attempts(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await self._has_room.wait()
+            wanted = await self._worker.wanted(self._limits.max_in_flight - self._samples_held())
             # A sample's time limit begins with its lease: take none that no replica can serve yet.
             await self._client.policy.wait_gate()
-            wanted = await self._worker.wanted(self._limits.max_in_flight - self._samples_held())
             for lease in await self._lease(wanted):
                 self._begin(lease, tasks)
 
