@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from nexrl.spec import yaml_core
 from tests.support.cluster import Namespace, Object, eventually
 from tests.support.experiments import applied, assert_balanced
 from tests.support.python_pods import python_pod
@@ -28,6 +28,7 @@ async def episodes(sessions, http):
             body = {"messages": [{"role": "user", "content": session.task["prompt"]}]}
             url = f"{session.base_url}/chat/completions"
             async with http.post(url, json=body, ssl=trusted, server_hostname=name) as response:
+                assert response.status == 200, await response.text()
                 text = (await response.json())["choices"][0]["message"]["content"]
             session.score(sum(a == b for a, b in zip(text, session.task["answer"])) / 9)
 
@@ -40,7 +41,7 @@ asyncio.run(main())
 
 
 def experiment() -> Object:
-    item: Object = yaml.safe_load(EXAMPLE.read_text())
+    item: Object = yaml_core.load(EXAMPLE.read_text())
     item["metadata"]["name"] = NAME
     item["spec"]["trainer"]["steps"] = STEPS
     item["spec"]["trajectoryPool"]["batchSize"] = 32

@@ -40,6 +40,7 @@ def test_results_and_logs_are_fetched_while_it_runs_and_after_the_end(namespace:
         namespace.apply(pod.replace("CLAIM", results["claim"]).replace("IMAGE", results["image"]))
         namespace.kubectl("wait", "--for=condition=Ready", "pod/results", "--timeout=180s", seconds=200.0)
         namespace.kubectl("cp", "results:/volume", str(tmp_path / "by-kubectl"))
+        namespace.kubectl("delete", "pod", "results", "--timeout=60s", seconds=90.0)
         assert (tmp_path / "by-kubectl/logs/trainer.log").read_text() == lines
 
 
