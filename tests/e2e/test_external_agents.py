@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,9 +45,27 @@ async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_pat
     assert "every sample is accounted for exactly once" in audit.stdout
 
 
+@pytest.mark.guide("R3")
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js: `node` on the PATH")
+async def test_an_agent_in_another_language_needs_http_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, *SHORT, "trainer.steps=4", seconds=120, file=EXAMPLE / "experiment.yaml") as run:
+        process = await asyncio.create_subprocess_exec(
+            "node", str(EXAMPLE / "agent.mjs"), await address_of(run, "gateway_http"), stdout=subprocess.PIPE
+        )
+        said, _ = await process.communicate()
+        await run.ends()
+    assert said.startswith(b"the run is over: ")
+    assert [line["reward_mean"] for line in metrics_of(run.folder) if "reward_mean" in line]
+
+
 async def agent(run: Run) -> asyncio.subprocess.Process:
     """Start the example's agent as soon as the run has an address for it."""
+    script = str(EXAMPLE / "agent.py")
+    return await asyncio.create_subprocess_exec(sys.executable, script, await address_of(run, "gateway"), cwd=run.root)
+
+
+async def address_of(run: Run, name: str) -> str:
     endpoints = run.folder / "endpoints.json"
     await eventually(endpoints.exists, seconds=60)
-    address = json.loads(endpoints.read_text())["gateway"]
-    return await asyncio.create_subprocess_exec(sys.executable, str(EXAMPLE / "agent.py"), address, cwd=run.root)
+    address: str = json.loads(endpoints.read_text())[name]
+    return address
