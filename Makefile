@@ -203,8 +203,8 @@ many: $(INSTALLED) ## Reconcile EXPERIMENTS=500 on a bare API server; needs KUBE
 	EXPERIMENTS=$(or $(EXPERIMENTS),500) $(BIN)/pytest -n 1 -s tests/envtest/test_many.py
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=20000 for each of seven processes, SEED=0
-	NEXRL_FUZZ_CALLS=$(or $(CALLS),20000) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
+fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=12500 for each of eight processes, SEED=0
+	NEXRL_FUZZ_CALLS=$(or $(CALLS),12500) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
 
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill processes of a real run at random: KILLS=100 SEED=0, RESULT=FILE for the result as JSON

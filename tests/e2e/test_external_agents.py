@@ -48,7 +48,7 @@ async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_pat
 @pytest.mark.guide("R3")
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js: `node` on the PATH")
 async def test_an_agent_in_another_language_needs_http_alone(tmp_path: Path) -> None:
-    async with running(tmp_path, *SHORT, "trainer.steps=4", seconds=120, file=EXAMPLE / "experiment.yaml") as run:
+    async with running(tmp_path, *SHORT, "trainer.steps=4", seconds=200, file=EXAMPLE / "experiment.yaml") as run:
         process = await asyncio.create_subprocess_exec(
             "node", str(EXAMPLE / "agent.mjs"), await address_of(run, "gateway_http"), stdout=subprocess.PIPE
         )

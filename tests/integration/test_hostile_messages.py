@@ -44,7 +44,7 @@ from tests.support.services import running_service, small_experiment
 
 CALLS = int(os.environ.get("NEXRL_FUZZ_CALLS", "200"))
 SEED = int(os.environ.get("NEXRL_FUZZ_SEED", "0"))
-IN_FLIGHT = 8
+IN_FLIGHT = 16
 MAX_GROWTH_KIB = 200 * 1024
 PUT_WITH_MALFORMED_RESULT = b"\x0a\x01r\x12" + bytes([len(TAG)]) + TAG.encode() + b"\x22\x02\x0a\xff"
 
