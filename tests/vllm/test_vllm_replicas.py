@@ -173,6 +173,7 @@ async def test_a_request_in_flight_goes_on_with_the_new_weights(system: System) 
 
 async def test_a_model_that_lacks_a_tensor_is_refused_and_the_old_version_goes_on(system: System) -> None:
     await system.publish(30)
+    await system.ready(*NAMES)  # a version that has no member to refuse it would be committed
     whole = weights_of(system.model, 31)
     whole.pop("model.layers.1.self_attn.k_proj.weight")
     publishing = asyncio.create_task(system.publisher.publish(taken(whole.items(), 31)))
