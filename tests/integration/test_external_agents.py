@@ -5,18 +5,22 @@ import contextlib
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import aiohttp
+import httpx2
 import openai
 import pytest
 
 from nexrl import agent_sessions
+from nexrl.activity import ActivityTracker
 from nexrl.agent_sessions import AgentSession, open_agent_sessions
+from nexrl.environment import Outcome
 from nexrl.errors import InvalidArgumentError, NotFoundError
 from nexrl.rpc.client import call, connect, new_request_id
 from nexrl.rpc.server import ServiceProcess
 from nexrl.v1 import gateway_service_pb2 as pb
-from nexrl.v1.activity_service_pb2 import Work
+from nexrl.v1.activity_service_pb2 import Module, Work
 from nexrl.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.trajectory_pb2 import (
@@ -28,10 +32,12 @@ from nexrl.v1.trajectory_pb2 import (
     VERDICT_TRUNCATED,
     SampleResult,
 )
+from nexrl_rollout.external import ExternalWorker
 from tests.support.certificates import OURS, Authority, environment
 from tests.support.eventually import eventually
 from tests.support.rollout import FakeEngine, FakePool, completion, task_lease
 from tests.support.rollout_process import rollout_process
+from tests.support.services import small_experiment
 
 if TYPE_CHECKING:
     from nexrl.v1.gateway_service_pb2_grpc import GatewayServiceAsyncStub
@@ -247,6 +253,12 @@ async def test_with_tls_sessions_are_for_callers_with_credentials_and_requests_f
         for path, context in (("/sessions", stranger), ("/sessions", identified), ("/v1/chat/completions", stranger)):
             async with http.post(f"{url}{path}", json={}, ssl=context, server_hostname=OURS) as response:
                 statuses.append(response.status)
+        async with httpx2.AsyncClient(verify=identified) as client:  # as openai's clients connect
+            answer = await client.post(f"{url}/sessions", json={}, extensions={"sni_hostname": OURS})
+            assert "request_id: must not be empty" in answer.text
+        async with httpx2.AsyncClient(verify=identified) as client:
+            with pytest.raises(httpx2.ConnectError, match="certificate"):
+                await client.post(f"{url}/sessions", json={})
     assert statuses == [401, 400, 404]  # no credentials; no request_id; no session
 
 
@@ -256,3 +268,12 @@ async def is_listening(process: ServiceProcess) -> bool:
         writer.close()
         return True
     return False
+
+
+async def test_an_episode_that_is_lost_is_not_closed_before_its_task_has_ended() -> None:
+    worker, lost = ExternalWorker(Mock(), small_experiment(), ActivityTracker(Module(), None)), Mock()
+    lost.result = asyncio.get_running_loop().create_future()
+    lost.result.cancel()
+    worker._open["lost"] = lost
+    with pytest.raises(NotFoundError, match="its time limit has passed, or its lease was lost"):
+        worker.close_session("lost", Outcome("ok", 1.0))

@@ -1,5 +1,8 @@
 """data.sampler: tasks are left out when their turn comes, by the rewards of their newest grants."""
 
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,19 +140,62 @@ async def test_the_users_function_decides_and_is_named_when_it_fails(deploy: Dep
         await pool.lease()
 
 
-async def test_a_probability_of_0_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "shares.py").write_text("def share(task, reward):\n    return 0\n")
-    sampler = {"type": "python", "function": "shares:share"}
-    experiment = with_folder(small_experiment(data={"type": "mock", "sampler": sampler}), tmp_path)
-    request = pb.GetProbabilitiesRequest(tasks=[pb.TaskReward(task_id="train-3")])
-    async with (
-        running_service(tmp_path, data_reader.start, experiment) as process,
-        connect(process.address) as channel,
-    ):
-        stub: DataReaderServiceAsyncStub = DataReaderServiceStub(channel)
-        with pytest.raises(FailedPreconditionError, match=r"returned 0.0; it must return a number from 0.01 to 1"):
-            await call(stub.GetProbabilities, request, timeout_seconds=CALL_SECONDS)
-        request.tasks[0].task_id = "train-99"
+SHARES = """
+import time
+from pathlib import Path
+
+def nothing(task, reward): return 0
+def text(task, reward): return "0.5"
+def not_a_number(task, reward): return float("nan")
+def too_much(task, reward): return 1.5
+
+def hangs(task, reward):
+    while not Path(__file__).with_name("end").exists():
+        time.sleep(0.01)
+    return 1
+"""
+
+
+@asynccontextmanager
+async def reading(folder: Path, function: str) -> AsyncIterator["DataReaderServiceAsyncStub"]:
+    """Run a data reader whose sampler is this function of SHARES."""
+    (folder / "shares.py").write_text(SHARES)
+    sampler = {"type": "python", "function": f"shares:{function}"}
+    experiment = with_folder(small_experiment(data={"type": "mock", "sampler": sampler}), folder)
+    async with running_service(folder, data_reader.start, experiment) as process, connect(process.address) as channel:
+        yield DataReaderServiceStub(channel)
+
+
+ONE_TASK = pb.GetProbabilitiesRequest(tasks=[pb.TaskReward(task_id="train-3")])
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"), [("nothing", "0"), ("text", "'0.5'"), ("not_a_number", "nan"), ("too_much", "1.5")]
+)
+async def test_what_is_no_probability_is_refused(tmp_path: Path, function: str, returned: str) -> None:
+    named = rf"shares:{function}\(train-3, None\) returned {returned}; it must return a number from 0.01 to 1"
+    async with reading(tmp_path, function) as stub:
+        with pytest.raises(FailedPreconditionError, match=named):
+            await call(stub.GetProbabilities, ONE_TASK, timeout_seconds=CALL_SECONDS)
+
+
+async def test_a_function_that_does_not_return_is_named_and_tasks_are_read_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nexrl_data_reader.service.FUNCTION_SECONDS", 0.05)
+    monkeypatch.delitem(sys.modules, "shares", raising=False)  # it looks for the file beside itself
+    async with reading(tmp_path, "hangs") as stub:
+        try:
+            with pytest.raises(FailedPreconditionError, match=r"shares:hangs\(train-3, None\) .* not returned within"):
+                await call(stub.GetProbabilities, ONE_TASK, timeout_seconds=CALL_SECONDS)
+            assert (await call(stub.ReadTasks, pb.ReadTasksRequest(count=1), timeout_seconds=CALL_SECONDS)).tasks
+        finally:
+            (tmp_path / "end").touch()
+
+
+async def test_a_task_that_the_data_does_not_have_is_refused_by_its_id(tmp_path: Path) -> None:
+    request = pb.GetProbabilitiesRequest(tasks=[pb.TaskReward(task_id="train-99")])
+    async with reading(tmp_path, "too_much") as stub:
         with pytest.raises(NotFoundError, match=r"tasks.task_id: 'train-99' is no task of the training data"):
             await call(stub.GetProbabilities, request, timeout_seconds=CALL_SECONDS)
 

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nexrl.sample_states import ATTEMPT
 from nexrl_controller.activity import Module, Work
 
 MAX_NAMED_EDGES = 10
-ENCLOSING = "rollout"
-"""The activity of an attempt at a sample. It encloses the waits, and to begin one is no progress: attempts that time
-out are begun again without end."""
 ENTRY_ROLE = "trainer"
 """The search begins here: an experiment without progress has a trainer that waits."""
 
@@ -30,8 +28,8 @@ def find_stall(modules: Sequence[Module], since_unix_seconds: float) -> str | No
     """Return the blocking edge and all other edges, for people; None while any module makes progress.
 
     A module is stuck if it waits and has started no other work since `since_unix_seconds`. Older work that does not
-    wait itself encloses the wait; so does an attempt of any age. The experiment stalls if every module with work in
-    flight is stuck.
+    wait itself encloses the wait. So does an attempt at a sample, whatever its age: attempts that time out are begun
+    again without end. The experiment stalls if every module with work in flight is stuck.
     """
     busy = [module for module in modules if module.is_alive and module.work]
     edges = [edge for module in busy for edge in _edges(module)]
@@ -50,7 +48,7 @@ def _is_stuck(module: Module, since_unix_seconds: float) -> bool:
 
 
 def _waits(piece: Work) -> bool:
-    return bool(piece.waiting_on) or piece.activity == ENCLOSING
+    return bool(piece.waiting_on) or piece.activity == ATTEMPT
 
 
 def _edges(module: Module) -> list[Edge]:

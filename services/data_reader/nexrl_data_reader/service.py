@@ -19,6 +19,9 @@ MAX_COUNT = 4096
 MAX_ANSWER_BYTES = 4 * 2**20
 """An answer has at least one task, whatever its size."""
 
+FUNCTION_SECONDS = 10.0
+"""Longest time for the calls of a user's function for one draw. The pool waits longer, so that it gets the reason."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -68,8 +71,13 @@ class DataReaderServicer(DataReaderServiceServicer):
         known = [
             (self._by_id[task.task_id], task.reward if task.HasField("reward") else None) for task in request.tasks
         ]
-        # In a thread: a function that never returns must not keep tasks from being read.
-        probabilities = await asyncio.to_thread(lambda: [probability(*task) for task in known])
+        try:
+            async with asyncio.timeout(FUNCTION_SECONDS):
+                # In a thread: a function that never returns must not keep tasks from being read.
+                probabilities = await asyncio.to_thread(lambda: [probability(*task) for task in known])
+        except TimeoutError:
+            late = f"{probability.newest_call} had not returned within {FUNCTION_SECONDS:g} s of the draw's first call"
+            raise FailedPreconditionError(late) from None
         return pb.GetProbabilitiesResponse(probabilities=probabilities)
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from nexrl.components import WITH_PODS
 from nexrl.spec import Experiment, dump_resolved, with_folder
 from nexrl.spec.experiment import GENERATION_ANNOTATION, LEDGER_ANNOTATION
-from nexrl_operator.network_policy import network_policy, storage_policy
+from nexrl_operator.network_policy import agents_policy, network_policy, storage_policy
 from nexrl_operator.objects import (
     ATTEMPT_LABEL,
     EXPERIMENT_FOLDER,
@@ -55,11 +55,10 @@ class Renderer:
 
     @cached_property
     def _foundation(self) -> Sequence[Object]:
-        policies = []
+        policies, spec = [], self.experiment.spec
         if self.settings.network_policy:
-            policies.append(network_policy(self.owner, self.experiment.spec, self.settings))
-            if (storage := storage_policy(self.owner, self.experiment.spec)) is not None:
-                policies.append(storage)
+            some = (storage_policy(self.owner, spec), agents_policy(self.owner, spec))
+            policies = [network_policy(self.owner, spec, self.settings), *(each for each in some if each)]
         if self.settings.disruption_budgets:
             policies += [self.disruption_budget(component.name) for component in INTERCHANGEABLE]
         services = [self.service(component.name) for component in WITH_PODS]

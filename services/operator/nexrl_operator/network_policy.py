@@ -27,8 +27,7 @@ def network_policy(owner: Owner, spec: ExperimentSpec, settings: OperatorSetting
     - between the pods, at any port, because each weight broadcast chooses a port;
     - from the pods to DNS, to the servers in `settings.egress`, and to the port of the Redis that the spec names;
     - from the operator to the gRPC port of the pods;
-    - from namespaces with the label nexrl.dev/metrics to the metrics port of the pods;
-    - with rollout.type external: from pods with the label nexrl.dev/agents-of to the gRPC and HTTP ports.
+    - from namespaces with the label nexrl.dev/metrics to the metrics port of the pods.
     """
     own = {"podSelector": {"matchLabels": {EXPERIMENT_LABEL: owner.name}}}
     operator = {
@@ -45,7 +44,6 @@ def network_policy(owner: Owner, spec: ExperimentSpec, settings: OperatorSetting
                 "from": [{"namespaceSelector": {"matchLabels": {f"{GROUP}/metrics": "allowed"}}}],
                 "ports": [{"port": METRICS_PORT, "protocol": "TCP"}],
             },
-            *_from_agents(owner, spec),
         ],
         "egress": [
             {"to": [own]},
@@ -57,12 +55,21 @@ def network_policy(owner: Owner, spec: ExperimentSpec, settings: OperatorSetting
     return owner.new_object("networking.k8s.io/v1", "NetworkPolicy", "pods", "pods") | {"spec": policy}
 
 
-def _from_agents(owner: Owner, spec: ExperimentSpec) -> Iterator[Object]:
-    if serves_agents("rollout", spec):
-        yield {
-            "from": [{"podSelector": {"matchLabels": {f"{GROUP}/agents-of": owner.name}}}],
-            "ports": [{"port": port, "protocol": "TCP"} for port in (GRPC_PORT, TOKEN_PORT, HTTP_PORT)],
-        }
+def agents_policy(owner: Owner, spec: ExperimentSpec) -> Object | None:
+    """Return the policy that lets agents in other pods of the namespace reach the gateways; None without gateways."""
+    if not serves_agents("rollout", spec):
+        return None
+    policy = {
+        "podSelector": {"matchLabels": dict(owner.selector("rollout"))},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {
+                "from": [{"podSelector": {"matchLabels": {f"{GROUP}/agents-of": owner.name}}}],
+                "ports": [{"port": port, "protocol": "TCP"} for port in (GRPC_PORT, TOKEN_PORT, HTTP_PORT)],
+            }
+        ],
+    }
+    return owner.new_object("networking.k8s.io/v1", "NetworkPolicy", "rollout", "agents") | {"spec": policy}
 
 
 def storage_policy(owner: Owner, spec: ExperimentSpec) -> Object | None:

@@ -11,7 +11,7 @@ from nexrl.rollout_worker import NotAttemptedError
 from nexrl.spec.experiment import Experiment
 from nexrl.v1.trajectory_pb2 import SampleResult
 from nexrl_rollout.agent import Episode, EpisodeWorker
-from nexrl_rollout.gateway import CLOSED, Gateway
+from nexrl_rollout.gateway import CLOSED, LOST, Gateway
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,17 @@ class ExternalWorker(EpisodeWorker):
         Raises NotFoundError if it ended otherwise, InvalidArgumentError if the outcome does not fit what was served.
         """
         found = self._open.get(session_id)
-        if found is not None and not found.result.done():
+        if found is None:
+            why = self._gateway.why_ended(session_id)
+        elif found.result.cancelled():
+            why = LOST  # it is among the open ones until its task has ended
+        elif found.result.done():
+            why = CLOSED
+        else:
             found.result.set_result(found.episode.result(outcome))
-        elif found is None and self._gateway.why_ended(session_id) != CLOSED:
-            raise NotFoundError(f"session_id: {self._gateway.why_ended(session_id)}")
+            return
+        if why != CLOSED:
+            raise NotFoundError(f"session_id: {why}")
 
     async def _run(self, episode: Episode) -> SampleResult:
         if not self._askers:

@@ -64,7 +64,7 @@ class Gateway:
         self._ended: dict[str, str] = {}
         self._runner: web.AppRunner | None = None
         self.address = ""
-        """http://host:port, after `listen`."""
+        """What base URLs begin with, http://host:port or https://host:port; set by `listen`."""
 
     async def listen(
         self,
@@ -77,9 +77,10 @@ class Gateway:
     ) -> None:
         """Serve at host:port; port 0 selects a free port.
 
-        `advertised` is the host in the base URLs, by default `host`. `sessions` is served below /sessions.
+        `advertised` is the host in the base URLs, by default `host`. `sessions` is served below /sessions; its errors
+        get the same form.
         """
-        app = web.Application(middlewares=[openai_errors], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
         for prefix in ("/s/{session}", ""):  # without a prefix, a header or the API key names the session
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat_completions)
             app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -228,10 +229,9 @@ async def _streamed(request: web.Request, response: dict[str, Any]) -> web.Strea
 
 
 @web.middleware
-async def openai_errors(
+async def _openai_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answers errors in the form of OpenAI's API."""
     try:
         return await handler(request)
     except ContextOverflowError as error:

@@ -23,7 +23,7 @@ from nexrl.v1.trajectory_pb2 import (
     Verdict,
 )
 from nexrl_rollout.external import ExternalWorker, OpenEpisode
-from nexrl_rollout.gateway import openai_errors, read_json
+from nexrl_rollout.gateway import read_json
 
 WAIT_SECONDS, MAX_WAIT_SECONDS = 20.0, 60.0
 STATUS_OF: dict[Verdict.ValueType, Status] = {
@@ -50,13 +50,13 @@ class GatewayServicer(GatewayServiceServicer):
 
     def application(self) -> web.Application:
         """Returns the same two methods over HTTP."""
-        app = web.Application(middlewares=[openai_errors])
+        app = web.Application()
         app.router.add_post("", self._post_session)
         app.router.add_post("/{session_id}/close", self._post_close)
         return app
 
     async def open(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
-        """Raises InvalidArgumentError."""
+        """Answer OpenSession. Raises InvalidArgumentError."""
         if not request.request_id:
             raise InvalidArgumentError("request_id: must not be empty: use a UUID, the same when the call is repeated")
         if not 0 <= request.wait_seconds <= MAX_WAIT_SECONDS:
@@ -66,7 +66,7 @@ class GatewayServicer(GatewayServiceServicer):
         return pb.OpenSessionResponse(session=_session(opened) if opened else None)
 
     def close(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
-        """Raises InvalidArgumentError, NotFoundError."""
+        """Answer CloseSession. Raises InvalidArgumentError, and what `close_session` raises."""
         if request.verdict not in STATUS_OF:
             allowed = ", ".join(Verdict.Name(verdict) for verdict in STATUS_OF)
             raise InvalidArgumentError(f"verdict: {request.verdict}; must be one of {allowed}")

@@ -21,6 +21,7 @@ from nexrl.exception_text import exception_text
 from nexrl.rewards import RewardFailedError
 from nexrl.rollout_worker import NotAttemptedError, RolloutWorker, all_failed
 from nexrl.rpc.client import is_passing, new_request_id
+from nexrl.sample_states import ATTEMPT
 from nexrl.task_cancellation import is_current_task_cancelled
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl.v1.data_loader_service_pb2 import LeaseTasksResponse
@@ -131,7 +132,7 @@ class RolloutLoop:
 
     async def _attempt(self, lease: TaskLease) -> None:
         failure: BaseException | None = None
-        with self._activity.track("rollout"), metrics.ROLLOUT_SECONDS.time():
+        with self._activity.track(ATTEMPT), metrics.ROLLOUT_SECONDS.time():
             try:
                 results = await self._produce(lease)
             except NotAttemptedError as error:

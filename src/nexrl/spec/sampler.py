@@ -8,8 +8,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from nexrl.spec.section import Reference, code, refuse
 from nexrl.spec.variants import VariantSection
 
-Probability = Annotated[float, Field(ge=0.01, le=1)]
+LEAST_PROBABILITY = 0.01
 """Not 0: a task that is never granted again could never show that the policy has changed."""
+Probability = Annotated[float, Field(ge=LEAST_PROBABILITY, le=1)]
 
 
 class SamplerSpec(VariantSection):

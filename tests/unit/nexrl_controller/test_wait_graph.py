@@ -2,6 +2,7 @@
 
 import pytest
 
+from nexrl.sample_states import ATTEMPT
 from nexrl_controller.activity import Module, Work
 from nexrl_controller.wait_graph import find_stall
 
@@ -51,7 +52,7 @@ def test_an_old_frame_around_a_wait_does_not_hide_the_stall() -> None:
 
 
 def test_attempts_that_begin_again_and_again_do_not_hide_the_stall() -> None:
-    rollout = module("rollout-0", busy("rollout"), wait("the reward", "user code"), role="rollout")
+    rollout = module("rollout-0", busy(ATTEMPT), wait("the reward", "user code"), role="rollout")
     stall = find_stall([module("trainer", wait("rollout")), rollout], SINCE)
     assert stall is not None
     assert stall.startswith("blocked at rollout-0 -> the reward")
