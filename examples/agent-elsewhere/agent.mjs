@@ -4,21 +4,37 @@
 //   node examples/agent-elsewhere/agent.mjs http://127.0.0.1:PORT
 
 import { randomUUID } from "node:crypto";
-import { argv, stdout } from "node:process";
+import { argv, stderr, stdout } from "node:process";
+import { setTimeout as sleep } from "node:timers/promises";
 
 const AT_ONCE = 32;
+const GATEWAY_SECONDS = 60; // a gateway that starts, or is started again, answers within this time
 const gateway = argv[2];
 
-/** Sends JSON, and returns the answer's JSON. Throws an Error with the gateway's reason. */
+/** The gateway has answered that it will not do what was asked. */
+class Refused extends Error {}
+
+/** Sends JSON, and returns the answer's JSON. Throws Refused with the gateway's reason. */
 async function post(url, body, headers = {}) {
   const answer = await fetch(url, {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers },
     body: JSON.stringify(body),
   });
-  const content = await answer.json();
-  if (!answer.ok) throw new Error(`${answer.status}: ${content.error.message}`);
-  return content;
+  if (answer.ok) return answer.json();
+  const reason = `${answer.status}: ${await answer.text()}`;
+  throw answer.status < 500 ? new Refused(reason) : new Error(reason);
+}
+
+/** A post that may be repeated: opening a session (by its request_id) and closing it. */
+async function postUntilAnswered(url, body) {
+  for (const until = Date.now() + 1000 * GATEWAY_SECONDS; ; await sleep(500)) {
+    try {
+      return await post(url, body);
+    } catch (error) {
+      if (error instanceof Refused || Date.now() > until) throw error;
+    }
+  }
 }
 
 /** One episode: ask the policy once, and score how many digits it has copied. */
@@ -34,11 +50,18 @@ async function runEpisode(session) {
 /** Opens one session after the other, until the gateway has gone. */
 async function runEpisodes() {
   for (;;) {
-    const { session } = await post(`${gateway}/sessions`, { request_id: randomUUID(), wait_seconds: 20 });
+    const { session } = await postUntilAnswered(`${gateway}/sessions`, { request_id: randomUUID(), wait_seconds: 20 });
     if (!session) continue; // nothing to do now
     const failed = (error) => ({ verdict: "VERDICT_ENV_ERROR", error: String(error) });
-    await post(`${gateway}/sessions/${session.session_id}/close`, await runEpisode(session).catch(failed));
+    const outcome = await runEpisode(session).catch(failed);
+    await postUntilAnswered(`${gateway}/sessions/${session.session_id}/close`, outcome).catch(lost);
   }
+}
+
+/** The gateway was restarted, or the session ran out: its sample is granted again. */
+function lost(error) {
+  if (!(error instanceof Refused)) throw error;
+  stderr.write(`an episode was lost: ${error.message}\n`);
 }
 
 const ended = await Promise.race(Array.from({ length: AT_ONCE }, () => runEpisodes().catch((error) => error)));
