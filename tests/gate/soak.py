@@ -1,0 +1,67 @@
+"""Runs what is too long for the gate, and records how it ended in docs/reference/soak.md.
+
+    python -m tests.gate.soak AREA COMMAND...      what `make soak-AREA` calls
+"""
+
+import re
+import subprocess
+import sys
+from datetime import UTC, date, datetime
+from pathlib import Path
+from time import monotonic
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/reference/soak.md"
+MAX_RESULT = 120
+"""Characters of the last line that the command printed."""
+_ROW = re.compile(r"^\| ([\w-]+) \| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", re.MULTILINE)
+
+
+def main() -> None:
+    """Run the command, show its output, write the row of the area, and end with the command's code."""
+    area, *command = sys.argv[1:]
+    if area not in {row[1] for row in _ROW.finditer(PAGE.read_text())}:
+        sys.exit(f"{PAGE.relative_to(ROOT)} has no row for {area}; add one with what it runs")
+    began, last = monotonic(), ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            last = line.strip(" =\n") or last
+    seconds = f"{monotonic() - began:.0f}"
+    verdict = "passed" if process.returncode == 0 else f"FAILED, exit code {process.returncode}"
+    PAGE.write_text(recorded(PAGE.read_text(), area, _commit(), datetime.now(UTC).date(), seconds, f"{verdict}: {last}"))
+    sys.exit(process.returncode)
+
+
+def recorded(page: str, area: str, commit: str, day: date, seconds: str, result: str) -> str:
+    """Return the page with a new row for the area."""
+    result = result.replace("|", "/")[:MAX_RESULT]
+
+    def row(found: re.Match[str]) -> str:
+        if found[1] != area:
+            return found[0]
+        return f"| {area} | {found[2]} | {commit} | {day.isoformat()} | {seconds} | {result} |"
+
+    return _ROW.sub(row, page)
+
+
+def ages(page: str, today: date) -> list[str]:
+    """Return a line for each area: how long ago it ran, and how it ended."""
+    lines = []
+    for area, _, commit, day, _, result in (found.groups() for found in _ROW.finditer(page)):
+        if re.fullmatch(r"\d{4}-\d\d-\d\d", day):
+            lines.append(f"soak-{area}: {(today - date.fromisoformat(day)).days} days ago at {commit}: {result}")
+        elif day == "never":
+            lines.append(f"soak-{area}: never recorded")
+    return lines
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
