@@ -84,6 +84,7 @@ fix: $(INSTALLED) ## Write all that can be written: format, order of imports, st
 	$(BIN)/ruff format --quiet
 	$(MAKE) --silent proto spec plan-table guide
 	$(BIN)/python -m tests.form.quotes
+	$(BIN)/python -m tests.form.waits
 
 .PHONY: gate-form
 gate-form: $(INSTALLED) ## Check the form of everything, in less than 30 s: style, imports, protos, generated files, pages, chart. BASE=main
