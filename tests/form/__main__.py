@@ -23,6 +23,7 @@ from tests.support.marks import ROOT
 
 BIN = Path(sys.executable).parent
 PYTHON = str(BIN / "python")
+PYTEST_OPTIONS = ("-n", "2", "--dist", "worksteal", "-q", "--tb=short", "--continue-on-collection-errors")
 AT_ONCE = 2
 CHECK_SECONDS = 300
 """Only ends a check that hangs."""
@@ -56,7 +57,7 @@ def main() -> None:
 def checks(base: str) -> list[Check]:
     """Return all checks, the longest first."""
     return [
-        Check("tests of form", [PYTHON, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", "tests/form"]),
+        Check("tests of form", [PYTHON, "-m", "pytest", *PYTEST_OPTIONS, "tests/form"]),
         Check("developer guide", [PYTHON, "-m", "tests.support.guide", "--check"]),
         Check("reference pages and CRD", [PYTHON, "-m", "nexrl.spec", "--check"]),
         Check("table of sizes", [PYTHON, "-m", "nexrl.plan.table", "--check"]),
