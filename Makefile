@@ -80,10 +80,15 @@ constraints: $(INSTALLED) setup-examples ## Write constraints.txt from what is i
 
 .PHONY: fix
 fix: $(INSTALLED) ## Write all that can be written: format, order of imports, stubs, generated pages, quoted code
+	$(MAKE) --silent --keep-going format proto spec plan-table quotes known-waits guide
+
+.PHONY: format quotes known-waits
+format:
 	$(BIN)/ruff check --fix-only --select I --quiet
 	$(BIN)/ruff format --quiet
-	$(MAKE) --silent proto spec plan-table guide
+quotes:
 	$(BIN)/python -m tests.form.quotes
+known-waits:
 	$(BIN)/python -m tests.form.waits
 
 .PHONY: gate-form
