@@ -80,26 +80,35 @@ constraints: $(INSTALLED) setup-examples ## Write constraints.txt from what is i
 	mv constraints.new constraints.txt
 
 
-.PHONY: fmt
-fmt: $(INSTALLED) ## Format the code and sort imports
+.PHONY: fix
+fix: $(INSTALLED) ## Write all that can be written: format, order of imports, stubs, generated pages, quoted code
+	$(MAKE) --silent --keep-going format proto spec plan-table quotes known-waits guide
+
+.PHONY: format quotes known-waits
+format:
 	$(BIN)/ruff check --fix-only --select I --quiet
-	$(BIN)/ruff format
+	$(BIN)/ruff format --quiet
+quotes:
+	$(BIN)/python -m tests.form.quotes
+known-waits:
+	$(BIN)/python -m tests.form.waits
 
-.PHONY: lint
-lint: $(INSTALLED) ## Check style, dependency rules and protos
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/lint-imports
-	$(BIN)/buf lint
+.PHONY: gate-form
+gate-form: $(INSTALLED) ## Check the form of everything, in less than 30 s: style, imports, protos, generated files, pages, chart. BASE=main
+	$(BIN)/python -m tests.form $(if $(BASE),--base $(BASE))
 
-.PHONY: types
-types: $(INSTALLED) ## Check the types of all hand-written code, strictly
+.PHONY: gate-types
+gate-types: $(INSTALLED) ## Check the types of all hand-written code, strictly
 	$(BIN)/mypy
+
+.PHONY: lint types
+lint: gate-form
+types: gate-types
 
 .PHONY: proto
 proto: $(INSTALLED) ## Generate the stubs in src/nexrl/v1 from proto/
 	rm -f src/nexrl/v1/*_pb2*
-	$(PROTOC) --python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src proto/nexrl/v1/*.proto
+	$(PROTOC) --python_out=src --grpc_python_out=src --mypy_out=quiet:src --mypy_grpc_out=quiet:src proto/nexrl/v1/*.proto
 
 .PHONY: proto-check
 proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/ generates
@@ -231,7 +240,8 @@ gate-cluster: $(INSTALLED)
 	$(BIN)/python -m tests.gate images cluster
 
 .PHONY: check
-check: lint types proto-check spec-check guide-check test ## Run everything that a change must pass
+check: DEFAULT_TESTS += and not form
+check: gate-form gate-types test ## Run everything that a change must pass
 
 
 .PHONY: spec
