@@ -11,9 +11,9 @@ import pytest
 from nexrl.k8s.api import LEASE, Api, Object
 from nexrl_operator import election as election_module
 from nexrl_operator.election import Election, LeadershipLostError
-from tests.support.eventually import eventually
 from tests.support.kubelet import Services
 from tests.support.operator import operating
+from tests.support.patience import eventually
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
 from nexrl.v1 import trajectory_pb2 as pb
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.pool import (
-    CALL_SECONDS,
     TAG,
     Deploy,
     PoolClient,
@@ -66,11 +66,11 @@ async def test_data_without_an_end_has_no_remainder(deploy: Deploy) -> None:
 async def test_an_item_is_read_by_its_index_and_a_wrong_index_is_refused(deploy: Deploy) -> None:
     pool = await deploy()
     request = loader_pb.GetTaskRequest(model_tag=TAG, purpose=pb.PURPOSE_TRAINING, index=2)
-    task = (await call(pool.loader.GetTask, request, timeout_seconds=CALL_SECONDS)).task
+    task = (await call(pool.loader.GetTask, request, timeout_seconds=LIMIT_SECONDS)).task
     assert task.task_id == "train-2"
     request.index = 8
     with pytest.raises(NotFoundError, match="index: 8; 0 to 7"):
-        await call(pool.loader.GetTask, request, timeout_seconds=CALL_SECONDS)
+        await call(pool.loader.GetTask, request, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.guide("E1")
@@ -88,7 +88,7 @@ async def test_a_reset_starts_the_data_again_and_keeps_what_was_granted(deploy: 
     pool = await deploy(data=ONE_EPOCH)
     first = await pool.lease(2)
     request = loader_pb.ResetDataLoaderRequest(request_id=new_request_id(), model_tag=TAG, purpose=pb.PURPOSE_TRAINING)
-    await call(pool.loader.ResetDataLoader, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.loader.ResetDataLoader, request, timeout_seconds=LIMIT_SECONDS)
     assert (await pool.loader_state()).remaining == 3
     again = await pool.lease(2)
     assert again.leases[0].task == first.leases[0].task
@@ -97,7 +97,7 @@ async def test_a_reset_starts_the_data_again_and_keeps_what_was_granted(deploy: 
 
 async def add(pool: PoolClient, position: "loader_pb.TaskPosition.ValueType", task: pb.Task) -> None:
     request = loader_pb.AddTaskRequest(request_id=new_request_id(), model_tag=TAG, task=task, position=position)
-    await call(pool.loader.AddTask, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.loader.AddTask, request, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.guide("E8", "E9", "E10")
@@ -138,13 +138,13 @@ async def test_samples_are_returned_and_renewed_by_those_who_hold_them(deploy: D
     renewal = loader_pb.RenewLeasesRequest(
         request_id="r", model_tag=TAG, samples=held, purpose=pb.PURPOSE_TRAINING, lease_seconds=60
     )
-    assert not (await call(pool.loader.RenewLeases, renewal, timeout_seconds=CALL_SECONDS)).lost_sample_ids
+    assert not (await call(pool.loader.RenewLeases, renewal, timeout_seconds=LIMIT_SECONDS)).lost_sample_ids
     request = loader_pb.ReturnSamplesRequest(
         request_id=new_request_id(), model_tag=TAG, samples=held, purpose=pb.PURPOSE_TRAINING
     )
     for _ in range(2):  # a repeated request gets the first answer
-        assert (await call(pool.loader.ReturnSamples, request, timeout_seconds=CALL_SECONDS)).returned == 2
-    assert list((await call(pool.loader.RenewLeases, renewal, timeout_seconds=CALL_SECONDS)).lost_sample_ids) == [
+        assert (await call(pool.loader.ReturnSamples, request, timeout_seconds=LIMIT_SECONDS)).returned == 2
+    assert list((await call(pool.loader.RenewLeases, renewal, timeout_seconds=LIMIT_SECONDS)).lost_sample_ids) == [
         "0.0",
         "0.1",
     ]
@@ -156,7 +156,7 @@ async def test_a_lease_of_an_impossible_length_is_refused(deploy: Deploy, second
     pool = await deploy()
     request = loader_pb.LeaseTasksRequest(request_id="r", model_tag=TAG, max_samples=1, lease_seconds=seconds)
     with pytest.raises(InvalidArgumentError, match="lease_seconds"):
-        await call(pool.loader.LeaseTasks, request, timeout_seconds=CALL_SECONDS)
+        await call(pool.loader.LeaseTasks, request, timeout_seconds=LIMIT_SECONDS)
 
 
 async def test_a_lease_of_nothing_and_of_an_unknown_model_are_refused(deploy: Deploy) -> None:
@@ -172,7 +172,7 @@ async def test_a_lease_of_nothing_and_of_an_unknown_model_are_refused(deploy: De
 async def test_a_short_lease_that_runs_out_is_granted_to_one_who_waits(deploy: Deploy) -> None:
     pool = await deploy()
     request = loader_pb.LeaseTasksRequest(request_id="r", model_tag=TAG, max_samples=64, lease_seconds=0.2)
-    await call(pool.loader.LeaseTasks, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.loader.LeaseTasks, request, timeout_seconds=LIMIT_SECONDS)
     again = await pool.lease(wait_seconds=20)
     assert {sample.attempt for lease in again.leases for sample in lease.samples} == {2}
 

@@ -19,9 +19,9 @@ from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl_trainer.checkpoint import SETTLED_SECONDS, find_latest_checkpoint, read_metadata
 from nexrl_weight_sync import weight_sync
-from tests.support.eventually import eventually
 from tests.support.forgetful_redis import ForgetfulRedis, forgetful_redis
-from tests.support.pool import CALL_SECONDS, TAG
+from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.pool import TAG
 from tests.support.services import small_experiment
 from tests.support.trainer_process import Suicide
 from tests.support.trainers import Call, Death, World, running_world
@@ -91,7 +91,7 @@ async def assert_exactly_once(world: World) -> None:
 
 async def records(world: World) -> Sequence[pool_pb.SampleRecord]:
     request = pool_pb.ListSamplesRequest(model_tag=TAG, page_size=10_000)
-    answer = await call(world.pool.pool.ListSamples, request, timeout_seconds=CALL_SECONDS)
+    answer = await call(world.pool.pool.ListSamples, request, timeout_seconds=LIMIT_SECONDS)
     assert not answer.next_page_token
     return answer.records
 
@@ -122,9 +122,8 @@ def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call]
             written_steps = train_pb.CommitCheckpointRequest.FromString(call.request).steps
             committed_steps = committed_steps if call.response is None else written_steps
         if call.name == "LeaseTrainBatch" and call.response is None:
-            await eventually(
-                is_checkpoint_there
-            )  # else it is a race what is lost, and which checkpoints are there then
+            # Otherwise it is a race what is lost, and which checkpoints are there then.
+            await eventually(is_checkpoint_there)
         if to_come:
             if to_come[0][0].is_due(call, len(world.steps)):
                 await asyncio.to_thread(to_come.pop(0)[1])
@@ -167,7 +166,6 @@ def saved_files(world: World) -> int:
 
 
 @pytest.mark.guide("A6", "D8", "J5", "J9", "J13", "L18")
-@pytest.mark.timeout(180)
 async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -183,7 +181,6 @@ async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_wa
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "is_seen"), BOUNDARIES)
 async def test_a_trainer_killed_at_one_boundary_of_every_step_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str, name: str, is_seen: bool
@@ -198,7 +195,6 @@ async def test_a_trainer_killed_at_one_boundary_of_every_step_makes_the_run_of_o
 
 
 @pytest.mark.guide("D9")
-@pytest.mark.timeout(180)
 async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -219,7 +215,7 @@ async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_o
         await assert_same_run(world, whole)
 
 
-@pytest.mark.timeout(max(180, 4 * RANDOM_KILLS))
+@pytest.mark.timeout(max(600, 30 * RANDOM_KILLS))
 async def test_a_trainer_killed_at_random_instants_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -277,7 +273,6 @@ IN_SOAK = {
 """What is also lost in another one of LOSSES."""
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "lost", [pytest.param(lost, marks=[pytest.mark.chaos] if lost in IN_SOAK else []) for lost in LOSSES]
 )

@@ -18,7 +18,7 @@ from nexrl.weights.packing import snapshot
 from nexrl.weights.published import PublishedVersions
 from nexrl_weight_sync import weight_sync
 from nexrl_weight_sync.weight_sync import View
-from tests.support.runs import eventually
+from tests.support.patience import eventually
 from tests.support.weights import BUCKET_BYTES, MODEL_TAG, World, example_tensors, rules, running_weight_sync, taken
 
 
@@ -84,7 +84,7 @@ async def test_the_pool_is_told_again_what_it_may_have_forgotten(
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await world.replica("a")
         await (await world.publisher()).publish(taken(example_tensors(0), 0))
-        await eventually(lambda: world.told.count(0) >= 3, seconds=10)
+        await eventually(lambda: world.told.count(0) >= 3)
 
 
 async def test_a_replica_killed_in_mid_transfer_is_put_out_and_the_others_get_the_version(
@@ -199,7 +199,7 @@ async def test_replicas_are_served_from_the_shared_folder_without_a_trainer(
         first = await world.replica("first")
         publisher = await world.publisher()
         await publisher.publish(taken(example_tensors(0), 0))
-        await eventually((tmp_path / MODEL_TAG / "version_0").is_dir, seconds=30)
+        await eventually((tmp_path / MODEL_TAG / "version_0").is_dir)
         await world.trainer_dies(publisher)
         first.kill()
         await world.replica("second")
@@ -217,7 +217,7 @@ async def test_a_torn_version_in_the_shared_folder_is_broadcast_instead(
         await publisher.publish(taken(example_tensors(0), 0))
         before = await synced(world)
         tensors = tmp_path / MODEL_TAG / "version_0" / "model.safetensors"
-        await eventually(tensors.is_file, seconds=30)
+        await eventually(tensors.is_file)
         os.truncate(tensors, 1000)
         monkeypatch.setattr(PublishedVersions, "write", lambda self, weights: None)  # nor is it mended
         await world.replica("second")

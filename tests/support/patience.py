@@ -38,18 +38,22 @@ def load_per_core() -> float:
 
 
 class Patience:
-    """Limits of waits that grow with the load of the machine. `base_seconds` is the limit without load."""
+    """Limits of waits that grow with the load of the machine. `base_seconds` is the limit without load.
+
+    A `max_scale` of 1 is for a time that is itself what the test is about.
+    """
 
     def __init__(
         self,
         base_seconds: float = BASE_SECONDS,
         *,
+        max_scale: float = MAX_SCALE,
         clock: Callable[[], float] = time.monotonic,
         load: Callable[[], float] = load_per_core,
         sleep: Callable[[float], None] = time.sleep,
         sleep_async: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._base_seconds = base_seconds
+        self._base_seconds, self._max_scale = base_seconds, max_scale
         self._load = load
         self._sleep_async = sleep_async
         self._clock = clock
@@ -57,8 +61,8 @@ class Patience:
 
     @property
     def scale(self) -> float:
-        """The factor by which limits are longer now: the load per core, from 1 to MAX_SCALE."""
-        return min(max(self._load(), 1.0), MAX_SCALE)
+        """The factor by which limits are longer now: the load per core, from 1 to a maximum."""
+        return min(max(self._load(), 1.0), self._max_scale)
 
     def eventually_blocking(
         self, fact: Callable[[], FactT], what: str = "", *, tolerated: tuple[type[Exception], ...] = ()
@@ -168,7 +172,9 @@ def ends_within(test: Callable[..., Awaitable[None]], seconds: float) -> Callabl
     return limited
 
 
-_usual = Patience()
-eventually = _usual.eventually
-eventually_blocking = _usual.eventually_blocking
-finished = _usual.finished
+usual = Patience()
+for_minutes = Patience(5 * BASE_SECONDS)
+"""For what takes minutes on an idle machine: the start of vLLM, or of pods of a cluster."""
+eventually = usual.eventually
+eventually_blocking = usual.eventually_blocking
+finished = usual.finished

@@ -33,6 +33,7 @@ from nexrl_weight_sync.service import WeightSyncServicer
 from nexrl_weight_sync.store import WeightSyncStore
 from nexrl_weight_sync.weight_sync import View, WeightSync
 from tests.support import replica_process
+from tests.support.patience import Patience, PatienceError, usual
 
 if TYPE_CHECKING:
     from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceAsyncStub
@@ -161,13 +162,22 @@ class World:
         """Simulate the death of the trainer: `publisher` stops serving replicas."""
         await _ended(self._following[publisher])
 
-    async def until(self, condition: Callable[[View], bool], seconds: float = 30.0) -> View:
+    async def until(self, condition: Callable[[View], bool], patience: Patience = usual) -> View:
         """Wait until `condition` holds for the view of the replicas, and return that view."""
-        async with asyncio.timeout(seconds):
+        views: list[View] = []
+
+        async def watch() -> View:
             async for view in self.weight_sync.watch():
+                views[:] = [view]
                 if condition(view):
                     return view
-        raise AssertionError("the watch ended")
+            raise AssertionError("the watch ended")
+
+        try:
+            return await patience.finished(watch(), f"the replicas are as {condition.__qualname__} says")
+        except PatienceError as error:
+            error.add_note(f"last view: {views}")
+            raise
 
     def stub(self) -> "WeightSyncServiceAsyncStub":
         """Return a client of the service."""

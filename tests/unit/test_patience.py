@@ -95,6 +95,13 @@ def test_the_limit_of_a_wait_follows_the_load_while_it_waits() -> None:
     assert quiet_later.waited_in_vain() <= 2 * BASE_SECONDS + 2 * LONGEST_PAUSE_SECONDS
 
 
+def test_a_time_that_is_the_subject_of_a_test_does_not_grow() -> None:
+    machine = Machine(lambda now: 5.0)
+    patience = Patience(30.0, max_scale=1.0, clock=lambda: machine.now, load=lambda: 5.0, sleep=machine.sleep)
+    with pytest.raises(PatienceError, match=r"after 30 s \(scale 1\.0\)"):
+        patience.eventually_blocking(lambda: False)
+
+
 def test_no_wait_is_longer_than_the_limit_of_what_cannot_look_at_the_load() -> None:
     assert Machine(lambda now: 1e9).waited_in_vain() <= LIMIT_SECONDS + LONGEST_PAUSE_SECONDS
 

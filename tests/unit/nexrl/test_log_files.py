@@ -60,7 +60,6 @@ def test_a_kept_log_is_bounded_and_has_the_newest_lines(tmp_path: Path) -> None:
     assert b"line 199" in newest_bytes(path)
 
 
-@pytest.mark.timeout(20)
 def test_a_link_and_a_pipe_in_the_folder_of_logs_are_neither_written_nor_read(tmp_path: Path) -> None:
     checkpoint, link, pipe = tmp_path / "checkpoint", tmp_path / "trainer.log", tmp_path / "controller.log"
     checkpoint.write_text("weights")

@@ -18,7 +18,7 @@ from nexrl.weights.packing import Snapshot, allocate, digest, snapshot
 from nexrl.weights.rendezvous import Rendezvous, Transport
 from nexrl.weights.transport import Receiver, Sender
 from tests.support import standin_nccl
-from tests.support.runs import eventually
+from tests.support.patience import eventually
 from tests.support.standin_nccl import StandInCommunicator, standin_gpu
 
 PATIENCE_SECONDS = 20.0
@@ -74,9 +74,9 @@ async def test_a_member_that_never_receives_is_given_up_at_the_deadline(folder: 
         group.send(packed().buffers)
     joining.result(PATIENCE_SECONDS)
     assert sender.open_epoch == 0
-    await eventually((folder / "aborted.0").exists, seconds=PATIENCE_SECONDS)
+    await eventually((folder / "aborted.0").exists)
     silent.abort()
-    await eventually((folder / "aborted.1").exists, seconds=PATIENCE_SECONDS)
+    await eventually((folder / "aborted.1").exists)
     sender.close()
 
 
@@ -85,13 +85,13 @@ async def test_calling_off_ends_a_broadcast_that_hangs(folder: Path, sender: Sen
     silent = Receiver(standin_gpu("GPU-1")).group(rendezvous(sender, 1))
     joining = in_thread(silent._join)
     sent = in_thread(partial(group.send, packed().buffers))
-    await eventually((folder / "content.1").exists, seconds=PATIENCE_SECONDS)
+    await eventually((folder / "content.1").exists)
     began = time.monotonic()
     group.abort()
     assert time.monotonic() - began < PATIENCE_SECONDS / 2  # nobody waits for NCCL
     with pytest.raises(UnavailableError, match="aborted"):
         sent.result(PATIENCE_SECONDS / 2)
-    await eventually((folder / "aborted.0").exists, seconds=PATIENCE_SECONDS)
+    await eventually((folder / "aborted.0").exists)
     joining.result(PATIENCE_SECONDS)
     silent.abort()
     sender.close()
@@ -102,11 +102,11 @@ async def test_a_member_that_dies_while_all_connect_is_given_up_at_the_deadline(
     keys = group._keys(sender._store)
     sent = in_thread(partial(group.send, packed().buffers))
     keys.add("joined", 1)  # and no more
-    await eventually(lambda: keys.add("joined", 0) == 2, seconds=PATIENCE_SECONDS)
+    await eventually(lambda: keys.add("joined", 0) == 2)
     keys.compare_set("verdict", "", "go")
     with pytest.raises(UnavailableError, match="a member was silent"):
         sent.result(PATIENCE_SECONDS)
-    await eventually((folder / "aborted.0").exists, seconds=PATIENCE_SECONDS)
+    await eventually((folder / "aborted.0").exists)
     sender.close()
 
 
@@ -126,7 +126,7 @@ async def test_an_abort_at_the_end_of_a_broadcast_frees_the_communicator(
     sent = in_thread(partial(group.send, weights.buffers))
     receiver.group(rendezvous(sender, 1)).receive(allocate(weights.manifest))
     sent.result(PATIENCE_SECONDS)  # all is sent
-    await eventually((folder / "aborted.0").exists, seconds=PATIENCE_SECONDS)
+    await eventually((folder / "aborted.0").exists)
     receiver.close_group()
     sender.close()
 
