@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import eventually
+from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.runs import NAME, Run, metrics_of, nexrl, running
 
 pytestmark = [pytest.mark.e2e]
@@ -49,11 +49,15 @@ async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_pat
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js: `node` on the PATH")
 async def test_an_agent_in_another_language_needs_http_alone(tmp_path: Path) -> None:
     async with running(tmp_path, *SHORT, "trainer.steps=4", file=EXAMPLE / "experiment.yaml") as run:
-        process = await asyncio.create_subprocess_exec(
-            "node", str(EXAMPLE / "agent.mjs"), await address_of(run, "gateway_http"), stdout=subprocess.PIPE
-        )
-        said, _ = await process.communicate()
-        await run.ends()
+        early = await agent_in_javascript(run, LIMIT_SECONDS)  # before the gateway listens
+        try:
+            await run.until_step(1)
+            late = await agent_in_javascript(run, 1.0)  # now the gateway listens, and does so until the run ends
+            await run.ends()
+            said, _ = await late.communicate()
+        finally:
+            early.kill()
+            await early.wait()
     assert said.startswith(b"the run is over: ")
     assert {line["step"] for line in metrics_of(run.folder) if "loss" in line} == {1, 2, 3, 4}
 
@@ -62,6 +66,13 @@ async def agent(run: Run) -> asyncio.subprocess.Process:
     """Start the example's agent as soon as the run has an address for it."""
     script = str(EXAMPLE / "agent.py")
     return await asyncio.create_subprocess_exec(sys.executable, script, await address_of(run, "gateway"), cwd=run.root)
+
+
+async def agent_in_javascript(run: Run, gateway_seconds: float) -> asyncio.subprocess.Process:
+    """Start the example's other agent. It ends when the gateway has not answered for `gateway_seconds`."""
+    script, address = str(EXAMPLE / "agent.mjs"), await address_of(run, "gateway_http")
+    environment = {**os.environ, "GATEWAY_SECONDS": str(gateway_seconds)}
+    return await asyncio.create_subprocess_exec("node", script, address, env=environment, stdout=subprocess.PIPE)
 
 
 async def address_of(run: Run, name: str) -> str:

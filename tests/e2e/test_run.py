@@ -1,7 +1,6 @@
 """A run from beginning to end, as its user sees it: one run of 100 steps for all tests of this module."""
 
 import asyncio
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from nexrl.rpc.client import call, connect
 from nexrl.spec import load_resolved
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
+from tests.support.once import once
 from tests.support.patience import LIMIT_SECONDS
 from tests.support.runs import (
     EXPERIMENT,
@@ -52,16 +52,12 @@ Seen = Mapping[str, Any]
 
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Seen:
-    """What was seen of the run while it was on, as JSON. Parallel test processes share one run."""
+    """What was seen of the run while it was on, as JSON. Parallel test processes share one run, and its failure."""
     folder = tmp_path_factory.getbasetemp()
     root = (folder if worker_id == "master" else folder.parent) / "one-run"
     root.mkdir(exist_ok=True)
-    facts = root / "seen.json"
-    with (root / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not facts.exists():
-            facts.write_text(json.dumps(asyncio.run(_run_and_look(root))))
-    return json.loads(facts.read_text())  # type: ignore[no-any-return]
+    found: Seen = once(root / "seen.json", lambda: asyncio.run(_run_and_look(root)))
+    return found
 
 
 @pytest.fixture
@@ -71,7 +67,10 @@ def folder(seen: Seen) -> Path:
 
 
 async def _run_and_look(root: Path) -> dict[str, Any]:
-    async with running(root, f"trainer.steps={STEPS}", "checkpoint.everySteps=40") as run:
+    async with (
+        asyncio.timeout(LIMIT_SECONDS),
+        running(root, f"trainer.steps={STEPS}", "checkpoint.everySteps=40") as run,
+    ):
         await run.until_step(1)
         run.hold()
         facts = await _look(run)

@@ -151,7 +151,7 @@ class FakeWeightSync(Fake):
 
 
 class FakePool(Fake):
-    """Grants the given leases in order, and records all calls."""
+    """Grants the given leases in order, and what is returned again, first. Records all calls."""
 
     def __init__(self, leases: Sequence[TaskLease] = ()) -> None:
         super().__init__()
@@ -166,6 +166,8 @@ class FakePool(Fake):
         self.put_errors: list[NexrlError] = []
         self.is_over = False
         self._answers: dict[str, data_loader.LeaseTasksResponse] = {}
+        self._leases: dict[str, TaskLease] = {}
+        """The leases of samples that are neither put nor returned."""
 
     @property
     def in_flight(self) -> int:
@@ -201,6 +203,7 @@ class FakePool(Fake):
             room -= len(lease.samples)
             response.leases.append(lease)
             self.granted += [sample.sample_id for sample in lease.samples]
+            self._leases |= dict.fromkeys((sample.sample_id for sample in lease.samples), lease)
         self._answers[request.request_id] = response
         await self._notify()
         return response
@@ -216,9 +219,16 @@ class FakePool(Fake):
     async def ReturnSamples(
         self, request: data_loader.ReturnSamplesRequest, context: Context
     ) -> data_loader.ReturnSamplesResponse:
-        self.returned += [sample.sample_id for sample in request.samples]
+        held = [sample for sample in request.samples if sample.sample_id in self._leases.keys() - self.lost]
+        self.returned += [sample.sample_id for sample in held]
+        again: dict[int, TaskLease] = {}
+        for sample in held:  # the pool grants them again, as another attempt
+            lease = self._leases.pop(sample.sample_id)
+            granted = again.setdefault(id(lease), _without_samples(lease))
+            granted.samples.add(sample_id=sample.sample_id, attempt=sample.attempt + 1)
+        self.waiting[:0] = again.values()
         await self._notify()
-        return data_loader.ReturnSamplesResponse(returned=len(request.samples))
+        return data_loader.ReturnSamplesResponse(returned=len(held))
 
     async def PutSamples(self, request: pool.PutSamplesRequest, context: Context) -> pool.PutSamplesResponse:
         return pool.PutSamplesResponse(outcomes=await self._put(PURPOSE_TRAINING, request.results))
@@ -236,8 +246,17 @@ class FakePool(Fake):
         self.puts += 1
         kept = [result for result in results if result.sample_id not in self.lost]
         self.results[purpose] += kept
+        for result in kept:
+            self._leases.pop(result.sample_id, None)
         await self._notify()
         return [PUT_OUTCOME_FENCED if result.sample_id in self.lost else PUT_OUTCOME_ACCEPTED for result in results]
+
+
+def _without_samples(lease: TaskLease) -> TaskLease:
+    rest = TaskLease()
+    rest.CopyFrom(lease)
+    del rest.samples[:]
+    return rest
 
 
 def task_lease(
