@@ -13,9 +13,10 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
 from nexrl.v1 import trajectory_pb2 as pb
-from tests.support.patience import LIMIT_SECONDS
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.pool import (
     TAG,
+    UNTIL_WOKEN_SECONDS,
     Deploy,
     PoolClient,
     failed,
@@ -181,32 +182,32 @@ async def test_a_short_lease_that_runs_out_is_granted_to_one_who_waits(deploy: D
 async def test_a_lease_that_waits_is_woken_by_a_commit_at_another_process(deploy: Deploy) -> None:
     here, there = await deploy(), await deploy()
     await here.lease()
-    waiting = asyncio.create_task(here.lease(wait_seconds=30))
+    waiting = asyncio.create_task(here.lease(wait_seconds=UNTIL_WOKEN_SECONDS))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
     assert await there.set_version(1) == 1
-    assert samples_of(await asyncio.wait_for(waiting, 5)) == ["2.0", "2.1", "3.0", "3.1"]
+    assert samples_of(await finished(waiting, "the waiting call is woken")) == ["2.0", "2.1", "3.0", "3.1"]
 
 
 @pytest.mark.guide("H7", "I7", "J14", "P2")
 async def test_a_batch_and_a_train_batch_that_are_waited_for_arrive_from_another_process(deploy: Deploy) -> None:
     here, there = await deploy(), await deploy()
-    batch = asyncio.create_task(here.lease_batch(wait_seconds=30))
-    train_batch = asyncio.create_task(here.lease_train_batch(0, wait_seconds=30))
+    batch = asyncio.create_task(here.lease_batch(wait_seconds=UNTIL_WOKEN_SECONDS))
+    train_batch = asyncio.create_task(here.lease_train_batch(0, wait_seconds=UNTIL_WOKEN_SECONDS))
     await there.fill()
-    lease = (await asyncio.wait_for(batch, 5)).lease
+    lease = (await finished(batch, "the batch arrives")).lease
     stored = await there.put_train_batch(lease)
-    assert (await asyncio.wait_for(train_batch, 5)).train_batch == stored
+    assert (await finished(train_batch, "the train batch arrives")).train_batch == stored
 
 
 async def test_a_waiter_looks_again_when_the_wake_ups_were_cut_off(deploy: Deploy, redis: Redis) -> None:
     here, there = await deploy(), await deploy()
     await here.lease()
-    waiting = asyncio.create_task(here.lease(wait_seconds=30))
+    waiting = asyncio.create_task(here.lease(wait_seconds=UNTIL_WOKEN_SECONDS))
     await asyncio.wait([waiting], timeout=0.2)
     assert await redis.client_kill_filter(_type="pubsub")  # so no process is notified of the version
     await there.set_version(1)
-    assert len(samples_of(await asyncio.wait_for(waiting, 10))) == 4
+    assert len(samples_of(await finished(waiting, "the waiting call is woken"))) == 4
 
 
 async def test_a_repeated_request_gets_the_first_answer_at_another_process_too(deploy: Deploy) -> None:

@@ -34,7 +34,7 @@ def experiment(name: str, ranks: int, steps: int = STEPS, **algorithm: Any) -> E
         trainer={"steps": steps, "processesPerReplica": ranks, "device": "cpu"},
         checkpoint={"everySteps": EVERY_STEPS},
         algorithm={"learningRate": 0.01, **algorithm},
-        rollout={"maxNewTokens": 8, "leaseSeconds": 1},
+        rollout={"maxNewTokens": 8, "leaseSeconds": 60},
     )
 
 

@@ -44,15 +44,23 @@ BOUNDARIES = [(name, is_seen) for name in CALLS for is_seen in (False, True)]
 STEPS = len(BOUNDARIES) + EVERY_STEPS  # a death at each boundary, and a checkpoint after all of them
 
 
-def experiment(name: str, steps: int = STEPS) -> Experiment:
+def experiment(name: str, steps: int = STEPS, lease_seconds: float = 60.0) -> Experiment:
     return small_experiment(
         name,
         data={"type": "mock", "size": 4096, "shuffle": False},
         trainer={"steps": steps},
         checkpoint={"everySteps": EVERY_STEPS},
         algorithm={"learningRate": 0.01},
-        rollout={"maxNewTokens": 8, "leaseSeconds": 1},
+        rollout={"maxNewTokens": 8, "leaseSeconds": lease_seconds},
     )
+
+
+def forgotten(name: str) -> Experiment:
+    """For a Redis that loses writes. If it loses a put, the samples are leased again, and nobody holds their leases.
+
+    So the leases are short. One that ends too early only has its sample made again, with the same tokens.
+    """
+    return experiment(name, LOSS_STEPS, lease_seconds=1.0)
 
 
 async def undisturbed(folder: Path, redis_url: str, name: str, steps: int = STEPS) -> World:
@@ -282,7 +290,7 @@ async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     monkeypatch.setattr(weight_sync, "REPEAT_SECONDS", 0.2)
     loss = LOSSES[lost]
     with forgetful_redis() as redis:
-        async with running_world(tmp_path / "world", redis.url, experiment(experiment_name, LOSS_STEPS)) as world:
+        async with running_world(tmp_path / "world", redis.url, forgotten(experiment_name)) as world:
             world.settled_seconds = SETTLED_SECONDS
             world.before_call = losing(loss, redis, world)
             code, lives = await world.live(), 1
@@ -300,7 +308,7 @@ async def test_a_trainer_without_a_checkpoint_that_fits_says_what_is_there_and_w
 ) -> None:
     monkeypatch.setattr(weight_sync, "REPEAT_SECONDS", 0.2)
     with forgetful_redis() as redis:
-        async with running_world(tmp_path / "world", redis.url, experiment(experiment_name, LOSS_STEPS)) as world:
+        async with running_world(tmp_path / "world", redis.url, forgotten(experiment_name)) as world:
             # Its older checkpoints are deleted at once: the ledger goes back further than Redis may.
             world.before_call = losing(LOSSES["steps and their checkpoints"], redis, world)
             assert [await world.live(), await world.live()] == [CONTRADICTED, NOTHING_FITS]

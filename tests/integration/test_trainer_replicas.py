@@ -33,7 +33,7 @@ def experiment(name: str, replicas: int, processes: int, **trainer: Any) -> Expe
         trainer={"steps": STEPS, "replicas": replicas, "processesPerReplica": processes, "device": "cpu", **trainer},
         checkpoint={"everySteps": EVERY_STEPS},
         algorithm={"learningRate": 0.01},
-        rollout={"maxNewTokens": 8, "leaseSeconds": 1},
+        rollout={"maxNewTokens": 8, "leaseSeconds": 60},
     )
 
 

@@ -22,9 +22,10 @@ from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl_trajectory_pool.messages import emptied_train_batch
-from tests.support.patience import LIMIT_SECONDS
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.pool import (
     TAG,
+    UNTIL_WOKEN_SECONDS,
     Deploy,
     failed,
     grouped,
@@ -93,10 +94,10 @@ async def test_a_key_of_the_data_groups_samples_across_tasks(deploy: Deploy) -> 
 @pytest.mark.guide("H17")
 async def test_groups_across_tasks_that_nothing_can_fill_are_released_smaller(deploy: Deploy) -> None:
     pool = await deploy(trajectoryPool={"batchSize": 4, "groupSize": 2, "keyList": ["domain"]})
-    waiting = asyncio.create_task(pool.lease_batch(wait_seconds=30))
+    waiting = asyncio.create_task(pool.lease_batch(wait_seconds=UNTIL_WOKEN_SECONDS))
     samples = [sample for lease in (await pool.lease()).leases for sample in lease.samples]
     await pool.put([scored(s, trajectory(domain=d)) for s, d in zip(samples, "aabc", strict=True)])
-    batch = (await asyncio.wait_for(waiting, 5)).lease
+    batch = (await finished(waiting, "the waiting call is woken")).lease
     assert grouped(batch) == {"domain=a": ["0.0", "0.1"], "domain=b": ["1.0"], "domain=c": ["1.1"]}
 
 
@@ -141,10 +142,10 @@ async def test_a_batch_is_ready_by_the_rule_in_each_of_its_spellings(deploy: Dep
 async def test_a_batch_is_leased_by_size_and_model_or_not_at_all(deploy: Deploy) -> None:
     pool = await deploy()
     assert not (await pool.lease_batch()).HasField("lease")
-    waiting = asyncio.create_task(pool.lease_batch(batch_size=2, wait_seconds=30))
+    waiting = asyncio.create_task(pool.lease_batch(batch_size=2, wait_seconds=UNTIL_WOKEN_SECONDS))
     lease = (await pool.lease(2)).leases[0]
     await pool.put([scored(sample) for sample in lease.samples])
-    batch = (await asyncio.wait_for(waiting, 5)).lease
+    batch = (await finished(waiting, "the waiting call is woken")).lease
     assert sum(len(group.samples) for group in batch.groups) == 2
     with pytest.raises(NotFoundError, match="model_tag"):
         await pool.lease_batch(tag="other")
@@ -240,13 +241,13 @@ async def test_the_end_of_the_data_reaches_those_who_wait_for_batches(deploy: De
         await pool.fill(step)
         batch = (await pool.lease_batch()).lease
         sizes.append(sum(len(group.samples) for group in batch.groups))
-        waiting = asyncio.create_task(pool.lease_batch(wait_seconds=30)) if step else None
+        waiting = asyncio.create_task(pool.lease_batch(wait_seconds=UNTIL_WOKEN_SECONDS)) if step else None
         await pool.put_train_batch(batch)
         await pool.ack(step)
     assert waiting is not None
     assert sizes == [4, 2]
-    assert (await asyncio.wait_for(waiting, 5)).exhausted
-    assert (await pool.lease_train_batch(2, wait_seconds=30)).exhausted
+    assert (await finished(waiting, "the waiting call is woken")).exhausted
+    assert (await pool.lease_train_batch(2, wait_seconds=UNTIL_WOKEN_SECONDS)).exhausted
 
 
 async def test_a_trainer_that_comes_after_the_workers_still_says_where_to_begin(deploy: Deploy) -> None:

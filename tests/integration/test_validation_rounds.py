@@ -12,9 +12,10 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1 import validator_service_pb2 as validator_pb
-from tests.support.patience import LIMIT_SECONDS
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.pool import (
     TAG,
+    UNTIL_WOKEN_SECONDS,
     Deploy,
     PoolClient,
     failed,
@@ -50,7 +51,7 @@ async def test_a_round_grants_validation_samples_only_until_it_has_ended(deploy:
     assert await start_validation(there, 0) == 4  # the same round
     with pytest.raises(FailedPreconditionError, match="version 0 is being validated"):
         await start_validation(there, 1)
-    waiting = asyncio.create_task(wait_validation(there, 0, wait_seconds=30))
+    waiting = asyncio.create_task(wait_validation(there, 0, wait_seconds=UNTIL_WOKEN_SECONDS))
     leases = (await here.lease()).leases
     assert {lease.purpose for lease in leases} == {pb.PURPOSE_VALIDATION}
     assert {lease.temperature for lease in leases} == {0.25}
@@ -62,11 +63,11 @@ async def test_a_round_grants_validation_samples_only_until_it_has_ended(deploy:
     )
     for lease in leases:
         assert await here.put([scored(s) for s in lease.samples], purpose=lease.purpose) == ["ACCEPTED"] * 2
-    assert (await asyncio.wait_for(waiting, 5)).metrics["val/num_samples"] == 4
-    blocked = asyncio.create_task(here.lease(wait_seconds=30))
+    assert (await finished(waiting, "the waiting call is woken")).metrics["val/num_samples"] == 4
+    blocked = asyncio.create_task(here.lease(wait_seconds=UNTIL_WOKEN_SECONDS))
     await end_validation(there, 0)
     await end_validation(there, 0)
-    assert {lease.purpose for lease in (await asyncio.wait_for(blocked, 5)).leases} == {pb.PURPOSE_TRAINING}
+    assert {lease.purpose for lease in (await finished(blocked, "training goes on")).leases} == {pb.PURPOSE_TRAINING}
     with pytest.raises(NotFoundError, match="policy_version: 0 is not being validated"):
         await wait_validation(here, 0)
 

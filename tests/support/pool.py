@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceAsyncStub
 
 TAG = "default"
+UNTIL_WOKEN_SECONDS = 2 * LIMIT_SECONDS
+"""Time of a wait that must be woken: the patience of a test ends before."""
 
 
 def trajectory(reward: float = 1.0, version: int = 0, **metadata: str) -> pb.Trajectory:

@@ -39,8 +39,12 @@ if TYPE_CHECKING:
     from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceAsyncStub
 
 MODEL_TAG = "default"
-LEASE_SECONDS = 3.0
-TIMEOUT_SECONDS = 20.0
+LEASE_SECONDS = 30.0
+"""Long, because a replica that gets no CPU time for so long is put out."""
+SHORT_LEASE_SECONDS = 3.0
+"""For tests of the end of a lease, where a replica is stopped for good. All replicas renew as often as it requires."""
+TIMEOUT_SECONDS = 120.0
+"""Above LEASE_SECONDS, so a sync that waits for a dead replica ends with its lease, which is logged."""
 BUCKET_BYTES = 64 * 1024
 
 
@@ -198,7 +202,11 @@ async def running_weight_sync(redis: Redis, experiment: str, its_rules: Rules, p
     clients = ReplicaClients(timeout_seconds=TIMEOUT_SECONDS)
     weight_sync = WeightSync(coordinator, store, clients, timeout_seconds=TIMEOUT_SECONDS)
     servicer = WeightSyncServicer(
-        weight_sync, model_tag=MODEL_TAG, mode="sync", lease_seconds=LEASE_SECONDS, timeout_seconds=TIMEOUT_SECONDS
+        weight_sync,
+        model_tag=MODEL_TAG,
+        mode="sync",
+        lease_seconds=SHORT_LEASE_SECONDS,
+        timeout_seconds=TIMEOUT_SECONDS,
     )
     server = grpc.aio.server(interceptors=[EdgeInterceptor()])
     add_WeightSyncServiceServicer_to_server(servicer, server)
