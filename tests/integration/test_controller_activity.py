@@ -292,7 +292,7 @@ async def test_tracked_work_of_a_rollout_worker_is_waited_for_and_its_metrics_ar
 
     async def is_quiescent(wait_seconds: float = 0) -> bool:
         request = activity_pb.WaitQuiescentRequest(rollout_only=True, wait_seconds=wait_seconds)
-        return (await call(deployed.activity.WaitQuiescent, request, timeout_seconds=LIMIT_SECONDS)).quiescent
+        return (await call(deployed.activity.WaitQuiescent, request, timeout_seconds=2 * LIMIT_SECONDS)).quiescent
 
     async def is_working() -> bool:
         return any(module.work for module in (await deployed.seen()).modules)
@@ -301,6 +301,6 @@ async def test_tracked_work_of_a_rollout_worker_is_waited_for_and_its_metrics_ar
         await eventually(is_working)
         assert not await is_quiescent()
         await tracker.post_metrics(3, {"reward_mean": 0.5})
-    assert await is_quiescent(wait_seconds=5)
+    assert await is_quiescent(wait_seconds=LIMIT_SECONDS)
     heartbeats.cancel()
     assert '"reward_mean": 0.5, "step": 3' in (tmp_path / "metrics.jsonl").read_text()

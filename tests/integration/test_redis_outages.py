@@ -78,10 +78,12 @@ async def test_a_server_that_loads_its_data_is_waited_for(redis_folder: Path, ex
                 pipeline.set(f"other:{number}", "")
             await pipeline.execute()
             server.end(signal.SIGTERM)
-            await asyncio.to_thread(server.start, "--key-load-delay", "200")  # microseconds
+            await asyncio.to_thread(server.start, "--key-load-delay", "2000")  # microseconds: it would take 16 s
             with pytest.raises(BusyLoadingError):
                 server.ask("GET", "other")
-            await run.go_on(1)
+            going_on = asyncio.create_task(run.go_on(1))
+            await asyncio.to_thread(server.ask, "CONFIG", "SET", "key-load-delay", 0)
+            await going_on
             await run.require_balance(1)
 
 

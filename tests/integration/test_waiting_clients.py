@@ -14,9 +14,11 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis, connect_redis
 from nexrl.v1 import data_loader_service_pb2 as pb
 from nexrl.v1.trajectory_pb2 import SampleLease
+from nexrl_trajectory_pool import pool as pool_module
+from nexrl_trajectory_pool import server as pool_server
 from nexrl_trajectory_pool import wakeups
 from nexrl_trajectory_pool.wakeups import WakeUps
-from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.patience import LIMIT_SECONDS, eventually, finished
 from tests.support.pool import TAG, PoolClient, running_pool, scored
 from tests.support.services import small_experiment
 
@@ -25,7 +27,14 @@ Waiting = asyncio.Task[pb.LeaseTasksResponse]
 CLIENTS = 300
 WAIT_SECONDS = 50.0
 CALLS_OF_OTHERS = 60
-"""More calls than the pool's own loops make in a test, about three a second; far fewer than CLIENTS."""
+"""More calls than serve the client that is woken; far fewer than CLIENTS. The pool's own loops make none here."""
+
+
+@pytest.fixture(autouse=True)
+def _only_calls_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the pool's own loops, which call the ledger about three times a second: some tests count its calls."""
+    monkeypatch.setattr(pool_server, "METRICS_SECONDS", 3600.0)
+    monkeypatch.setattr(pool_module, "MAX_SLEEP_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -113,7 +122,7 @@ async def test_the_end_of_the_data_reaches_all_who_wait(deploy: Deploy, redis: R
     held = await lease_all(here)
     calls = await waiting(redis, 50, here, there)
     await here.put([scored(sample) for sample in held])
-    answers = await asyncio.wait_for(asyncio.gather(*calls), LIMIT_SECONDS)
+    answers = await finished(asyncio.gather(*calls), "all are told")
     assert all(answer.exhausted and not answer.leases for answer in answers)
 
 
@@ -126,7 +135,7 @@ async def test_a_client_that_hangs_up_leaves_its_turn_to_the_next(deploy: Deploy
     await end(gone)
     await eventually(lambda: cancelled_leases() == ended + len(gone))
     await give_back(pool, held[:1])
-    assert len((await asyncio.wait_for(next_in_line, LIMIT_SECONDS)).leases) == 1
+    assert len((await finished(next_in_line, "the next in line is served")).leases) == 1
 
 
 def cancelled_leases() -> float:
@@ -143,7 +152,7 @@ async def test_a_small_batch_does_not_wait_behind_a_large_one(deploy: Deploy, re
     small = asyncio.create_task(pool.lease_batch(batch_size=2, wait_seconds=WAIT_SECONDS))
     await at_least(redis, "evalsha", before + 2)
     await pool.put([scored(sample) for sample in held[:2]])
-    batch = (await asyncio.wait_for(small, LIMIT_SECONDS)).lease
+    batch = (await finished(small, "the small batch is served")).lease
     assert [sample.sample_id for group in batch.groups for sample in group.samples] == ["0.0", "0.1"]
     assert not large.done()
     large.cancel()
@@ -220,7 +229,7 @@ async def test_a_redis_that_vanished_without_a_word_is_noticed_and_all_look_agai
         relay.fall_silent()
         stock = 3
         await redis.publish(experiment_name, "tasks")  # which reaches nobody
-        assert await asyncio.wait_for(asyncio.gather(*waits), LIMIT_SECONDS) == [True] * 3
+        assert await finished(asyncio.gather(*waits), "all look again") == [True] * 3
 
 
 async def test_a_connection_on_which_nothing_happens_is_kept(

@@ -16,6 +16,7 @@ from nexrl.local.child import Child, Command
 from nexrl.local.logs import print_run_logs
 from nexrl.local.run_folder import RunFolder
 from nexrl.log_files import log_path
+from tests.support.patience import eventually
 from tests.support.services import small_experiment
 
 CHATTY = """
@@ -125,10 +126,12 @@ async def test_logs_of_a_running_run_are_followed_to_its_end_across_a_rotation(
     said = ""
 
     async def until(text: str) -> None:
-        nonlocal said
-        while not said.endswith(text):
-            await asyncio.sleep(0.01)
+        def is_said() -> bool:
+            nonlocal said
             said += capsys.readouterr().out
+            return said.endswith(text)
+
+        await eventually(is_said, f"the log says {text!r}")
 
     await until("first\n")
     with path.open("a") as log:
