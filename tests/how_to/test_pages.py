@@ -20,7 +20,6 @@ ENVIRONMENT = "WHEEL_ENVIRONMENT"
 
 pytestmark = [
     pytest.mark.wheel,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(ENVIRONMENT not in os.environ, reason="needs NexRL installed from its wheel: make test-how-to"),
 ]
 

@@ -34,7 +34,7 @@ from nexrl.v1.trajectory_pb2 import (
 )
 from nexrl_rollout.external import ExternalWorker
 from tests.support.certificates import OURS, Authority, environment
-from tests.support.eventually import eventually
+from tests.support.patience import eventually
 from tests.support.rollout import FakeEngine, FakePool, completion, task_lease
 from tests.support.rollout_process import rollout_process
 from tests.support.services import small_experiment

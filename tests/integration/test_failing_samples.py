@@ -17,11 +17,11 @@ from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl.v1.trajectory_pb2 import VERDICT_ENV_ERROR, SampleLease, SampleResult
 from nexrl_controller import server as controller_server
 from nexrl_rollout import server as rollout_server
+from tests.support.patience import finished
 from tests.support.pool import TAG, PoolClient, running_pool
 from tests.support.rollout import FakeEngine, FakeWeightSync, replica, serving
 from tests.support.services import running_service, small_experiment
 
-WAIT_SECONDS = 45.0
 OFTEN = {"health": {"checkIntervalSeconds": 0.05}}
 
 REWARDS = """
@@ -81,11 +81,13 @@ async def deployed(
 async def until(
     states: Callable[[], AsyncIterator[pb.Experiment]], is_met: Callable[[pb.Experiment], bool]
 ) -> pb.Experiment:
-    async with asyncio.timeout(WAIT_SECONDS):
+    async def met() -> pb.Experiment:
         async for state in states():
             if is_met(state):
                 return state
-    raise AssertionError("a watch has no end")
+        raise AssertionError("a watch has no end")
+
+    return await finished(met(), f"the experiment is as {is_met.__qualname__} says")
 
 
 def has_outcome(state: pb.Experiment) -> bool:

@@ -118,7 +118,7 @@ async def test_a_number_that_redis_cannot_count_to_is_refused(deploy: Deploy) ->
         await call(pool.train.ResumeFromCheckpoint, resume, timeout_seconds=20)
 
 
-@pytest.mark.timeout(60 + CALLS)
+@pytest.mark.timeout(600 + CALLS)
 @pytest.mark.parametrize("name", SERVICES)
 async def test_random_messages_are_answered_or_refused_with_what_is_wrong(
     name: str, tmp_path: Path, redis_url: str, experiment_name: str, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from nexrl_controller.service import ActivityServicer
 from nexrl_controller.state_store import StateStore
 from tests.support.clock import Clock
 from tests.support.controller import experiment, served
+from tests.support.patience import LIMIT_SECONDS, eventually
 
 if TYPE_CHECKING:
     from nexrl.v1.activity_service_pb2_grpc import ActivityServiceAsyncStub
@@ -40,15 +41,17 @@ async def controller(redis: Redis, experiment_name: str, tmp_path: Path) -> Asyn
 
 async def is_quiescent(stub: "ActivityServiceAsyncStub", *, rollout_only: bool, wait_seconds: float) -> bool:
     request = pb.WaitQuiescentRequest(rollout_only=rollout_only, wait_seconds=wait_seconds)
-    return (await call(stub.WaitQuiescent, request, timeout_seconds=wait_seconds + 10)).quiescent
+    return (await call(stub.WaitQuiescent, request, timeout_seconds=wait_seconds + LIMIT_SECONDS)).quiescent
 
 
 async def wait_for_work(stub: "ActivityServiceAsyncStub", *modules: str) -> None:
     """Return once the controller knows of work of each of `modules`."""
-    busy: set[str] = set()
-    while not busy >= set(modules):
-        seen = await call(stub.GetActivity, pb.GetActivityRequest(), timeout_seconds=10)
-        busy = {module.name for module in seen.modules if module.work}
+
+    async def are_busy() -> bool:
+        seen = await call(stub.GetActivity, pb.GetActivityRequest(), timeout_seconds=LIMIT_SECONDS)
+        return {module.name for module in seen.modules if module.work} >= set(modules)
+
+    await eventually(are_busy, f"{modules} have work")
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl_controller import server
 from tests.support.controller import experiment
+from tests.support.patience import eventually
 
 if TYPE_CHECKING:
     from nexrl.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
@@ -39,10 +40,11 @@ class Keys:
 
     async def until_it_ends(self, name: str) -> None:
         """Return when a key has an end."""
-        while True:
-            if await self.ttl(name) >= 0:
-                return
-            await asyncio.sleep(0.01)
+
+        async def has_an_end() -> bool:
+            return await self.ttl(name) >= 0
+
+        await eventually(has_an_end, f"{name} has an end")
 
     async def write(self, name: str) -> None:
         """Write a key that has no end, as everyone does."""

@@ -29,7 +29,8 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
     Trajectory,
 )
-from nexrl_rollout.worker import RolloutLimits, RolloutLoop
+from nexrl_rollout.worker import ATTEMPT, RolloutLimits, RolloutLoop
+from tests.support.patience import eventually
 from tests.support.rollout import (
     ALPHABET,
     FakeEngine,
@@ -75,8 +76,10 @@ async def test_process_feeds_training_and_validation(tmp_path: Path) -> None:
     leases = [task_lease(group, 4, prompt="123", answer="321") for group in range(3)]
     leases.append(task_lease(0, 2, prompt="123", answer="999", purpose=PURPOSE_VALIDATION))
     pool = FakePool(leases)
-    async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="simple"):
+    async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="simple") as process:
         await pool.wait_for(lambda: sum(map(len, pool.results.values())) == 14)
+        # The pool has the samples before the process has its answer. A stop in between would return them.
+        await eventually(lambda: ATTEMPT not in {work.activity for work in process.activity.snapshot().work})
     assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 12
     assert rewards(pool.results[PURPOSE_VALIDATION]) == [0.0] * 2
     assert not pool.returned

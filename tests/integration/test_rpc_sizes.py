@@ -13,6 +13,7 @@ from nexrl.rpc import client, interceptor, limits
 from nexrl.rpc.client import call_in_pieces, connect
 from nexrl.v1 import validator_service_pb2 as pb
 from tests.support.counting_proxy import counting_proxy
+from tests.support.patience import finished
 from tests.support.services import running_service
 from tests.support.validator import SERVICE, ValidatorServicer, serving
 
@@ -107,7 +108,7 @@ async def test_requests_in_pieces_are_received_one_at_a_time(tmp_path: Path) -> 
         connect(process.address) as channel,
     ):
         first = asyncio.create_task(start(channel, 3 * PIECE_BYTES))
-        await asyncio.wait_for(entered.wait(), 20)
+        await finished(entered.wait(), "the call has arrived")
         second = asyncio.create_task(start(channel, 4 * PIECE_BYTES))
         for _ in range(LATER_REQUESTS):  # the server has the second request before them, on the same connection
             assert await start(channel, PIECE_BYTES - 1) == 7

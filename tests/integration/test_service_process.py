@@ -20,7 +20,6 @@ from nexrl.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
-    NexrlError,
     UnavailableError,
 )
 from nexrl.json_logging import last_words
@@ -29,6 +28,8 @@ from nexrl.rpc.client import connect
 from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import dump_resolved
 from nexrl.v1 import validator_service_pb2 as pb
+from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.services import running_service, small_experiment
 from tests.support.validator import SERVICE, ValidatorServicer, answer_seven, serving, start_validation
 
@@ -108,12 +109,14 @@ async def test_a_call_in_flight_completes_while_the_process_drains(tmp_path: Pat
         await may_end.wait()
         return await answer_seven(request)
 
-    async with running_service(tmp_path, serving(ValidatorServicer(wait))) as process:
+    servicer = ValidatorServicer(wait)
+    async with running_service(tmp_path, serving(servicer)) as process:
         calling = asyncio.create_task(start_validation(process.address))
         await entered.wait()
         process.stopping.set()
         with pytest.raises((UnavailableError, DeadlineExceededError)):  # nothing new is taken
             await start_validation(process.address, timeout_seconds=0.3)
+        assert servicer.request_ids == ["one"]  # that of the call in flight
         may_end.set()
         assert (await calling).samples == 7
 
@@ -126,11 +129,16 @@ async def test_a_call_that_does_not_end_is_cut_off_when_the_drain_is_over(tmp_pa
         await asyncio.Event().wait()
         raise AssertionError
 
-    async with running_service(tmp_path, serving(ValidatorServicer(wait)), drain_seconds=0.2) as process:
-        calling = asyncio.create_task(start_validation(process.address, timeout_seconds=2))
-        await entered.wait()
-    with pytest.raises(NexrlError):
-        await calling
+    async with (
+        running_service(tmp_path, serving(ValidatorServicer(wait)), drain_seconds=0.2) as process,
+        connect(process.address) as channel,
+    ):
+        request = pb.StartValidationRequest(request_id="one")
+        calling = asyncio.ensure_future(ValidatorServiceStub(channel).StartValidation(request, timeout=LIMIT_SECONDS))
+        await finished(entered.wait(), "the call has arrived")
+        process.stopping.set()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await finished(calling, "the call is cut off, long before its deadline")
 
 
 async def test_metrics_are_served_over_http(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from tests.support import leader_process
 from tests.support.leader_process import Done, Work
 from tests.support.rank_process import RankCase
 
-pytestmark = pytest.mark.timeout(300)  # one process imports torch
-
 PATIENCE_SECONDS = 120.0
 STEPS = (9, 3, 12, 8, 5, 7)
 WEIGHT_TOLERANCE, FIGURE_TOLERANCE = 2e-6, 2e-5

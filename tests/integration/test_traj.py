@@ -24,9 +24,9 @@ from nexrl.v1.data_loader_service_pb2 import LeaseTasksRequest
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.policy_pb2 import Replica
 from nexrl.v1.trajectory_pb2 import CompletionSpan, Draw, Group, PolicySpan, SampleResult, Trajectory
+from tests.support.patience import eventually
 from tests.support.pool import running_pool, scored
 from tests.support.rollout import FakeEngine, FakePool, FakeWeightSync, completion, serving
-from tests.support.runs import eventually
 from tests.support.services import small_experiment
 
 EXPERIMENT = small_experiment("looked-into")
@@ -65,7 +65,7 @@ async def private_redis(folder: Path) -> AsyncIterator[str]:
     socket = folder.parent / "redis.sock"
 
     async def until_it_answers() -> None:
-        await eventually(socket.exists, seconds=None)
+        await eventually(socket.exists)
         async with aclosing(await connect_redis(f"unix://{socket}")):
             return
 

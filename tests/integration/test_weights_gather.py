@@ -12,8 +12,6 @@ from nexrl.weights.packing import snapshot
 from tests.support.gather_process import RANKS, Gathered, LlamaCase, TensorsCase, main
 from tests.support.spawned_processes import SpawnedProcesses
 
-pytestmark = pytest.mark.timeout(180)  # three processes import FSDP
-
 GLOO_THREADS = 2
 ONE_PAIR = settings(max_examples=25)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import RESTRICTED, Namespace, command, fresh_namespace, missing
+from tests.support.cluster import RESTRICTED, WAIT, Namespace, command, fresh_namespace, missing
 from tests.support.experiments import FOREVER, Running, applied, slow
 
 HERE = Path(__file__).parent
@@ -32,9 +32,9 @@ def namespace() -> Iterator[Namespace]:
     with fresh_namespace(RESTRICTED) as found:
         found.install(RELEASE)
         yield found
-        found.kubectl("delete", "experiments", "--all", "--timeout=120s", seconds=180.0)
+        found.kubectl("delete", "experiments", "--all", WAIT)
         found.uninstall(RELEASE)
-        command("kubectl", "delete", "crd", "experiments.nexrl.dev", "--ignore-not-found", "--timeout=60s")
+        command("kubectl", "delete", "crd", "experiments.nexrl.dev", "--ignore-not-found", WAIT)
 
 
 @pytest.fixture(scope="package")

@@ -8,8 +8,6 @@ import pytest
 from tests.support.cluster import Namespace, condition
 from tests.support.experiments import Running, applied, sort_digits
 
-pytestmark = pytest.mark.timeout(600)
-
 REWARD = "import time\n\n\ndef reward(task, text, is_finished):\n    "
 BODIES = {
     "samples-raise": "raise ValueError('no grade')",

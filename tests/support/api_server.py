@@ -5,15 +5,13 @@ import os
 import shutil
 import ssl
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from nexrl.local.components import free_ports
-
-START_SECONDS = 60.0
+from tests.support.patience import PatienceError, eventually_blocking
 
 
 def assets() -> Path | None:
@@ -95,11 +93,17 @@ def _wait(port: int, processes: list[subprocess.Popen[bytes]], folder: Path) -> 
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(folder / "admin.crt", folder / "admin.key")
-    deadline = time.monotonic() + START_SECONDS
-    while not _is_ready(port, context):
-        assert all(process.poll() is None for process in processes), (folder / "kube-apiserver.log").read_text()[-2000:]
-        assert time.monotonic() < deadline, (folder / "kube-apiserver.log").read_text()[-2000:]
-        time.sleep(0.2)
+    log = folder / "kube-apiserver.log"
+
+    def is_ready() -> bool:
+        assert all(process.poll() is None for process in processes), log.read_text()[-2000:]
+        return _is_ready(port, context)
+
+    try:
+        eventually_blocking(is_ready, "kube-apiserver is ready")
+    except PatienceError as error:
+        error.add_note(log.read_text()[-2000:])
+        raise
 
 
 def _is_ready(port: int, context: ssl.SSLContext) -> bool:

@@ -60,7 +60,6 @@ def training(learner: Learner) -> Callable[[], object]:
 
 
 @needs_compiler
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about itself, while it compiles
 @pytest.mark.parametrize(
     "model_type", ["llama", *(pytest.param(each, marks=pytest.mark.chaos) for each in OTHER_KINDS)]

@@ -17,7 +17,7 @@ from nexrl.v1.trainer_replica_service_pb2_grpc import TrainerReplicaServiceStub
 from nexrl_trainer import hosted_ranks, other_replica, server
 from nexrl_trainer.other_replica import OtherReplica
 from nexrl_trainer.rank_processes import RankEnd, RankProcess, first_end
-from tests.support.eventually import eventually
+from tests.support.patience import eventually
 from tests.support.services import settings, small_experiment
 
 OWN = pb.RunRanksRequest(trainer_id="own", replica=1, replicas=2, processes_per_replica=1, rendezvous="127.0.0.1:1")
