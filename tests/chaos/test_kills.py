@@ -29,7 +29,7 @@ REWARD = 0.65
 """Of the last steps. Without a kill they have 0.85 or more, and the first ones 0.07."""
 
 
-@pytest.mark.chaos
+@pytest.mark.gate
 @pytest.mark.timeout(max(600, 300 + 30 * KILLS))
 @pytest.mark.guide("A6", "S3")
 async def test_no_kill_costs_a_sample_or_trains_it_twice(tmp_path: Path) -> None:

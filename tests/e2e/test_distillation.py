@@ -38,7 +38,7 @@ async def test_the_example_of_distillation_runs(tmp_path: Path) -> None:
     assert all(line["teacher_kl"] != 0 for line in steps)
 
 
-@pytest.mark.chaos
+@pytest.mark.soak
 async def test_a_student_without_rewards_reaches_the_reward_of_its_teacher(tmp_path: Path) -> None:
     """The teacher learns from rewards. The student, from other random weights, from the teacher alone."""
     for folder in ("teacher", "student"):

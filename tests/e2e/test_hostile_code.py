@@ -57,7 +57,7 @@ IN_SOAK = {"is killed for memory", "uses up memory", "prints without end"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.chaos] if name in IN_SOAK else []) for name in FAULTS]
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in IN_SOAK else []) for name in FAULTS]
 )
 async def test_run_with_a_hostile_reward_ends_and_its_status_says_why(tmp_path: Path, name: str) -> None:
     fault, file = FAULTS[name], tmp_path / "mine.py"

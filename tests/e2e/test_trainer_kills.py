@@ -26,7 +26,7 @@ SYNCHRONOUS = (
 
 
 @pytest.mark.e2e
-@pytest.mark.chaos
+@pytest.mark.soak
 async def test_the_weights_of_a_run_in_mode_sync_do_not_tell_that_its_trainer_was_killed(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     async with running(tmp_path / "whole", *SYNCHRONOUS) as whole:

@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 @pytest.mark.parametrize(
     ("setting", "leader", "killed"),
     [
-        pytest.param("trainer.processesPerReplica=2", "trainer", "trainer-rank-1", marks=pytest.mark.chaos),
+        pytest.param("trainer.processesPerReplica=2", "trainer", "trainer-rank-1", marks=pytest.mark.soak),
         ("trainer.replicas=2", "trainer-0", "trainer-1"),
     ],
 )

@@ -107,7 +107,7 @@ async def test_a_run_takes_its_samples_from_a_worker_of_the_user(tmp_path: Path)
     assert {name for sample in samples for name in sample.trajectories[0].columns} == {"weight"}
 
 
-@pytest.mark.chaos  # the run ends as in the next test; the message: tests/unit/nexrl_trainer/test_user_loss.py
+@pytest.mark.soak  # the run ends as in the next test; the message: tests/unit/nexrl_trainer/test_user_loss.py
 async def test_a_loss_that_returns_no_loss_ends_the_run_and_is_named_in_its_status(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
     async with running(tmp_path, *SHORT, "algorithm.loss=mine:not_a_loss") as run:

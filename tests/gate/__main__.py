@@ -135,7 +135,9 @@ def write_stamp(results: Sequence[Result]) -> None:
         return
     STAMPS.mkdir(parents=True, exist_ok=True)
     path = STAMPS / _git("rev-parse", "HEAD^{tree}").strip()
-    path.write_text(f"{datetime.now(UTC).isoformat(timespec='seconds')} {_git('rev-parse', 'HEAD')}{table(list(results))}\n")
+    path.write_text(
+        f"{datetime.now(UTC).isoformat(timespec='seconds')} {_git('rev-parse', 'HEAD')}{table(list(results))}\n"
+    )
     say(f"stamp: {path}")
 
 

@@ -52,7 +52,7 @@ class Result:
         """Return this result with the tests that a JUnit XML report lists. Without a report, itself."""
         if not report.exists():
             return self
-        cases = list(ElementTree.parse(report).getroot().iter("testcase"))  # noqa: S314  # pytest has written it
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))  # pytest has written it
         failed = {case.name: case for each in cases if (case := _failure(each)) is not None}
         skipped = sum(each.find("skipped") is not None for each in cases)
         passed = len(cases) - skipped - sum(_failure(each) is not None for each in cases)

@@ -1,9 +1,8 @@
 """Runs what is too long for the gate, and records how it ended in docs/reference/soak.md.
 
-    python -m tests.gate.soak AREA COMMAND...      what `make soak-AREA` calls
+python -m tests.gate.soak AREA COMMAND...      what `make soak-AREA` calls
 """
 
-import re
 import subprocess
 import sys
 from datetime import UTC, date, datetime
@@ -12,15 +11,17 @@ from time import monotonic
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reference/soak.md"
+NEVER = "never"
+"""The date of an area that has not run since the page exists."""
+COLUMNS = 6
 MAX_RESULT = 120
 """Characters of the last line that the command printed."""
-_ROW = re.compile(r"^\| ([\w-]+) \| (.*) \| (.*) \| (.*) \| (.*) \| (.*) \|$", re.MULTILINE)
 
 
 def main() -> None:
     """Run the command, show its output, write the row of the area, and end with the command's code."""
     area, *command = sys.argv[1:]
-    if area not in {row[1] for row in _ROW.finditer(PAGE.read_text())}:
+    if area not in {row[0] for row in map(_cells, PAGE.read_text().splitlines()) if row}:
         sys.exit(f"{PAGE.relative_to(ROOT)} has no row for {area}; add one with what it runs")
     began, last = monotonic(), ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -31,31 +32,37 @@ def main() -> None:
             last = line.strip(" =\n") or last
     seconds = f"{monotonic() - began:.0f}"
     verdict = "passed" if process.returncode == 0 else f"FAILED, exit code {process.returncode}"
-    PAGE.write_text(recorded(PAGE.read_text(), area, _commit(), datetime.now(UTC).date(), seconds, f"{verdict}: {last}"))
+    PAGE.write_text(
+        recorded(PAGE.read_text(), area, _commit(), datetime.now(UTC).date(), seconds, f"{verdict}: {last}")
+    )
     sys.exit(process.returncode)
 
 
 def recorded(page: str, area: str, commit: str, day: date, seconds: str, result: str) -> str:
     """Return the page with a new row for the area."""
-    result = result.replace("|", "/")[:MAX_RESULT]
-
-    def row(found: re.Match[str]) -> str:
-        if found[1] != area:
-            return found[0]
-        return f"| {area} | {found[2]} | {commit} | {day.isoformat()} | {seconds} | {result} |"
-
-    return _ROW.sub(row, page)
+    lines = page.splitlines()
+    for number, cells in enumerate(map(_cells, lines)):
+        if cells and cells[0] == area:
+            row = (area, cells[1], commit, day.isoformat(), seconds, result.replace("|", "/")[:MAX_RESULT])
+            lines[number] = f"| {' | '.join(row)} |"
+    return "\n".join(lines) + "\n"
 
 
 def ages(page: str, today: date) -> list[str]:
     """Return a line for each area: how long ago it ran, and how it ended."""
     lines = []
-    for area, _, commit, day, _, result in (found.groups() for found in _ROW.finditer(page)):
-        if re.fullmatch(r"\d{4}-\d\d-\d\d", day):
-            lines.append(f"soak-{area}: {(today - date.fromisoformat(day)).days} days ago at {commit}: {result}")
-        elif day == "never":
+    for area, _, commit, day, _, result in filter(None, map(_cells, page.splitlines())):
+        if day == NEVER:
             lines.append(f"soak-{area}: never recorded")
+        elif day[:1].isdigit():
+            lines.append(f"soak-{area}: {(today - date.fromisoformat(day)).days} days ago at {commit}: {result}")
     return lines
+
+
+def _cells(line: str) -> list[str]:
+    """Return the six cells of a row; [] for a line that is none."""
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    return cells if len(cells) == COLUMNS else []
 
 
 def _commit() -> str:

@@ -70,7 +70,7 @@ async def test_a_gang_of_which_a_rank_is_killed_has_the_weights_of_a_single_rank
     assert_close(newest_weights(two), newest_weights(one))
 
 
-@pytest.mark.chaos
+@pytest.mark.soak
 async def test_a_gang_whose_ranks_are_killed_at_any_call_has_the_weights_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -85,7 +85,7 @@ async def test_a_gang_whose_ranks_are_killed_at_any_call_has_the_weights_of_one_
         assert world.final_weights() == whole.final_weights()
 
 
-@pytest.mark.chaos
+@pytest.mark.soak
 @pytest.mark.timeout(600 + 60 * KILLS)
 async def test_a_gang_whose_ranks_are_killed_at_random_instants_has_the_weights_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
@@ -101,7 +101,7 @@ async def test_a_gang_whose_ranks_are_killed_at_random_instants_has_the_weights_
         assert world.final_weights() == whole.final_weights()
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.chaos), 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 async def test_sigterm_on_any_rank_ends_in_one_checkpoint(
     tmp_path: Path, redis_url: str, experiment_name: str, rank: int
 ) -> None:
@@ -118,7 +118,7 @@ async def test_sigterm_on_any_rank_ends_in_one_checkpoint(
     assert 2 <= len(world.steps) < EVERY_STEPS
 
 
-@pytest.mark.chaos
+@pytest.mark.soak
 async def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path, redis_url: str, experiment_name: str) -> None:
     one = await undisturbed(tmp_path / "one", redis_url, f"{experiment_name}-one", 1)
     async with running_world(tmp_path / "moved", redis_url, experiment(experiment_name, 2)) as world:
@@ -144,7 +144,7 @@ def raises(inputs: LossInputs, ranks: str) -> LossOutputs:
 """
 
 
-@pytest.mark.parametrize("ranks", ["1", *(pytest.param(ranks, marks=pytest.mark.chaos) for ranks in ("0", "01"))])
+@pytest.mark.parametrize("ranks", ["1", *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in ("0", "01"))])
 async def test_code_of_the_user_that_raises_on_some_ranks_ends_the_trainer_for_that_reason(
     tmp_path: Path, redis_url: str, experiment_name: str, ranks: str
 ) -> None:

@@ -188,7 +188,7 @@ async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_wa
         assert read_metadata(newest).batch_ids == (STEPS - 2, STEPS - 1)
 
 
-@pytest.mark.chaos
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "is_seen"), BOUNDARIES)
 async def test_a_trainer_killed_at_one_boundary_of_every_step_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str, name: str, is_seen: bool
@@ -282,7 +282,7 @@ IN_SOAK = {
 
 
 @pytest.mark.parametrize(
-    "lost", [pytest.param(lost, marks=[pytest.mark.chaos] if lost in IN_SOAK else []) for lost in LOSSES]
+    "lost", [pytest.param(lost, marks=[pytest.mark.soak] if lost in IN_SOAK else []) for lost in LOSSES]
 )
 async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     tmp_path: Path, experiment_name: str, lost: str, monkeypatch: pytest.MonkeyPatch

@@ -96,7 +96,7 @@ async def test_the_end_of_any_process_ends_all_replicas_for_that_reason_and_the_
         assert world.final_weights() == whole.final_weights()
 
 
-@pytest.mark.chaos
+@pytest.mark.soak
 async def test_replicas_whose_processes_are_killed_at_any_call_have_the_weights_of_those_that_never_were(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -113,7 +113,7 @@ async def test_replicas_whose_processes_are_killed_at_any_call_have_the_weights_
         assert world.final_weights() == whole.final_weights()
 
 
-@pytest.mark.chaos
+@pytest.mark.soak
 @pytest.mark.timeout(600 + 60 * KILLS)
 async def test_replicas_whose_processes_are_killed_at_random_instants_have_the_weights_of_those_that_never_were(
     tmp_path: Path, redis_url: str, experiment_name: str
@@ -130,7 +130,7 @@ async def test_replicas_whose_processes_are_killed_at_random_instants_have_the_w
         assert world.final_weights() == whole.final_weights()
 
 
-@pytest.mark.parametrize("target", ["main", pytest.param("rank", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("target", ["main", pytest.param("rank", marks=pytest.mark.soak)])
 async def test_sigterm_on_another_replica_ends_in_one_checkpoint(
     tmp_path: Path, redis_url: str, experiment_name: str, target: str
 ) -> None:
