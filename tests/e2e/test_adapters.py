@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import metrics_of, nexrl, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 30
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora-sums" / "experiment.yaml"

@@ -10,7 +10,7 @@ from nexrl.models import build_model, save_architecture
 from nexrl.spec import load_experiment
 from tests.support.runs import Run, metrics_of, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort-digits" / "distillation.yaml"
 TEACHER_STEPS, STUDENT_STEPS = 120, 160

@@ -14,7 +14,7 @@ import pytest
 from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.runs import NAME, Run, metrics_of, nexrl, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent-elsewhere"
 STEPS = 12

@@ -7,7 +7,7 @@ import pytest
 from tests.support.patience import eventually
 from tests.support.runs import NAME, nexrl, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 REWARD = """
 def reward(task, text, is_finished):

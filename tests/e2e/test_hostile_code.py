@@ -8,7 +8,7 @@ import pytest
 from nexrl.errors import TrainingFailedError
 from tests.support.runs import NAME, nexrl, processes_in, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 LIMITS = (
     "rollout.timeoutSeconds=1",
@@ -52,8 +52,9 @@ FAULTS = {
 }
 
 
-IN_SOAK = {"is killed for memory", "uses up memory", "prints without end"}
-"""Faults that end like another one of FAULTS. Each takes a whole run, so only `make soak` tries them."""
+IN_SOAK = {"returns NaN", "sleeps", "is killed for memory", "uses up memory", "prints without end"}
+"""Faults that end like another one of FAULTS, or are in tests/integration/test_failing_samples.py. Each takes a whole run,
+so only `make soak-runs` tries them."""
 
 
 @pytest.mark.parametrize(

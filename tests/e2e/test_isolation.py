@@ -22,7 +22,7 @@ from tests.support.patience import LIMIT_SECONDS, for_minutes
 from tests.support.redis_servers import Server, folder, running
 from tests.support.services import small_experiment
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 OWN_PASSWORD = "of-own"
 OWN_KEY = key_prefix("own", "default") + "meta"

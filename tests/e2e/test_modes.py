@@ -19,7 +19,7 @@ from tests.support.runs import Run, batches_of, metrics_of, running
 if TYPE_CHECKING:
     from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceAsyncStub
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 15
 SHORT = (f"trainer.steps={STEPS}", "trajectoryPool.batchSize=32", "rollout.workers=64")

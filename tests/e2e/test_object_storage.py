@@ -12,7 +12,7 @@ from nexrl.storage import run_id
 from tests.support.object_storage import BUCKET, CREDENTIALS, KEY, SECRET, S3Server, running_s3
 from tests.support.runs import OUTPUT, metrics_of, nexrl, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort-digits" / "experiment.yaml"
 SORT_DIGITS = "sort-digits"

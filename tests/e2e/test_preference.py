@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.runs import metrics_of, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 
 async def test_a_run_trains_pairs_with_a_reference_model_that_moves(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.runs import (
     until_gone,
 )
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 INTERRUPTED_EXIT = 130
 BATCH_SIZE = 32

@@ -14,7 +14,7 @@ from nexrl_operator.authority import Issued, issue
 from tests.support.certificates import OTHERS, OURS, Authority, environment, write
 from tests.support.runs import Run, nexrl, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 20
 

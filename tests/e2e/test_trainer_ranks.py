@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from tests.support.runs import Run, metrics_of, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 12
 # One group in the engine at a time: with others in it logits differ in their last bits, and so would the samples.

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.runs import batches_of, metrics_of, running
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 6
 SHORT = (f"trainer.steps={STEPS}", "trajectoryPool.batchSize=32", "rollout.workers=64", "validation=null")

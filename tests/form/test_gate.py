@@ -1,12 +1,16 @@
 """`make gate-form` runs every check, and lists all failures at its end."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.form.__main__ import Check, checks, run
+from tests.gate import soak
+from tests.gate.flaky import load
+from tests.support.marks import ROOT
 
 
 def python(name: str, code: str) -> Check:
@@ -41,3 +45,15 @@ def test_without_helm_and_without_the_base_the_other_checks_are_there(monkeypatc
     skipped = [check.name for check in found if not check.command]
     assert skipped == ["buf breaking: no-such-commit is not in this clone", "helm lint: no helm"]
     assert len(found) > 10
+
+
+def test_the_list_of_flaky_tests_names_tests_that_exist() -> None:
+    for entry in load():
+        path, *_, name = entry.test.split("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text()
+
+
+def test_each_area_of_soak_has_a_target_and_a_row() -> None:
+    rows = re.findall(r"^\| ([\w-]+) \| .* \|$", soak.PAGE.read_text(), re.MULTILINE)
+    (areas,) = re.findall(r"^AREAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert rows == ["area", *areas.split()]

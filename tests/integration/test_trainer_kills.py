@@ -203,6 +203,7 @@ async def test_a_trainer_killed_at_one_boundary_of_every_step_makes_the_run_of_o
 
 
 @pytest.mark.guide("D9")
+@pytest.mark.soak
 async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -224,6 +225,7 @@ async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_o
 
 
 @pytest.mark.timeout(max(600, 30 * RANDOM_KILLS))
+@pytest.mark.soak
 async def test_a_trainer_killed_at_random_instants_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

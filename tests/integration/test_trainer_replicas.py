@@ -54,6 +54,7 @@ def last_line(world: World, instance: str) -> str:
     return (world.folder / f"{instance}.log").read_text().splitlines()[-1]
 
 
+@pytest.mark.soak
 async def test_two_replicas_of_two_processes_have_the_weights_of_one_process(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -67,6 +68,7 @@ async def test_two_replicas_of_two_processes_have_the_weights_of_one_process(
 
 
 @pytest.mark.guide("Q20")
+@pytest.mark.soak
 async def test_the_end_of_any_process_ends_all_replicas_for_that_reason_and_the_run_is_replayed_bit_by_bit(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

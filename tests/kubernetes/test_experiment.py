@@ -29,6 +29,7 @@ def test_example_is_trained(namespace: Namespace) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.soak
 def test_example_is_trained_on_vllm(namespace: Namespace) -> None:
     item = sort_digits("on-vllm", inference__backend="vllm", trainer__steps=20)
     with applied(namespace, item) as running:
@@ -36,6 +37,7 @@ def test_example_is_trained_on_vllm(namespace: Namespace) -> None:
 
 
 @pytest.mark.parametrize(("page", "name"), [("write-a-loss", "own-loss"), ("write-a-rollout-worker", "own-worker")])
+@pytest.mark.soak
 def test_submitted_code_of_the_user_trains_on_the_cluster(
     namespace: Namespace, tmp_path: Path, page: str, name: str
 ) -> None:

@@ -45,6 +45,7 @@ def failing(namespace: Namespace) -> Iterator[dict[str, Running]]:
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.soak
 def test_experiment_whose_samples_fail_ends_and_its_status_names_the_line_and_what_to_do(
     failing: dict[str, Running], name: str
 ) -> None:

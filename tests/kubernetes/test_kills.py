@@ -61,6 +61,7 @@ def _kill(running: Running, components: Collection[str]) -> None:
 
 
 @pytest.mark.guide("Q20")
+@pytest.mark.soak
 def test_a_trainer_of_two_pods_of_which_one_is_killed_restarts_as_a_whole_and_completes(namespace: Namespace) -> None:
     item = slow("two-pods", trainer__steps=40, trainer__replicas=2, checkpoint__everySteps=5)
     with applied(namespace, item) as running:

@@ -12,6 +12,7 @@ from tests.support.weights import rules, running_weight_sync
 pytestmark = [pytest.mark.vllm]
 
 
+@pytest.mark.soak
 async def test_served_logprobs_are_the_trainers_after_each_sync(
     redis: Redis, experiment_name: str, tmp_path: Path
 ) -> None:

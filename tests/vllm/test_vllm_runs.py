@@ -69,6 +69,7 @@ async def test_it_learns_with_vllm_while_replicas_come_and_go(tmp_path: Path) ->
 
 @pytest.mark.guide("L9", "S3")
 @pytest.mark.timeout(900 + 120 * KILLS)
+@pytest.mark.soak
 async def test_whatever_is_killed_at_random_instants_no_wrong_token_is_served(tmp_path: Path) -> None:
     # It trains until all are back, with a sync at every step, so that many kills fall into one. A process that does not
     # come back fails the test.
