@@ -18,15 +18,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent-elsewhere"
 STEPS = 12
-SHORT = (
-    *(f"metadata.name={NAME}", f"trainer.steps={STEPS}", "checkpoint.everySteps=4"),
-    *("trajectoryPool.batchSize=32", "rollout.leaseSeconds=5", "rollout.timeoutSeconds=5"),
-)
+SHORT = (f"metadata.name={NAME}", f"trainer.steps={STEPS}", "checkpoint.everySteps=4", "trajectoryPool.batchSize=32")
+# Episodes of an agent or a gateway that was killed come back when these times have passed.
+AFTER_KILLS = ("rollout.leaseSeconds=5", "rollout.timeoutSeconds=5")
 
 
 @pytest.mark.guide("R3")
 async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_path: Path) -> None:
-    async with running(tmp_path, *SHORT, file=EXAMPLE / "experiment.yaml") as run:
+    async with running(tmp_path, *SHORT, *AFTER_KILLS, file=EXAMPLE / "experiment.yaml") as run:
         first = await agent(run)
         await run.until_step(3)
         first.kill()  # its episodes end at their time limit, and are granted to the next agent

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 INTERRUPTED_EXIT = 130
 BATCH_SIZE = 32
-# Samples of a worker that was killed come back when its lease has run out.
+# Samples of a worker that was killed come back when its lease has run out. A lease of a living worker that ends too
+# early, on a busy machine, costs only time: no test here counts attempts.
 SMALL_BATCHES = (f"trajectoryPool.batchSize={BATCH_SIZE}", "rollout.workers=32", "rollout.leaseSeconds=5")
 
 
