@@ -53,8 +53,8 @@ FAULTS = {
 
 
 IN_SOAK = {"returns NaN", "sleeps", "is killed for memory", "uses up memory", "prints without end"}
-"""Faults that end like another one of FAULTS, or are in tests/integration/test_failing_samples.py. Each takes a whole run,
-so only `make soak-runs` tries them."""
+"""Faults that end like another one of FAULTS, or that tests/integration/test_failing_samples.py tries. Each takes a
+whole run, so only `make soak-runs` tries them here."""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.gate.parts import Part
 from tests.gate.results import Result, Verdict
 
 HEARTBEAT_SECONDS = 60.0
-STOP_SECONDS = 15.0
+STOP_SECONDS = 15.0  # speed: of a part that is ended because it hangs
 """Between the signals that ask a part to stop, and the one that forces it."""
 SHOWN_BYTES = 60_000
 """Of the output of a part that failed; all of it is in its log."""

@@ -80,6 +80,8 @@ def owners(namespace: Namespace, running: Running) -> Iterator[Owners]:
         other = stack.enter_context(fresh_namespace(RESTRICTED))
         other.install(RELEASE, "crds.enabled=false")
         stack.callback(other.uninstall, RELEASE)
+        # Without its operator, an experiment that is being deleted would stay.
+        stack.callback(eventually, lambda: not other.list("experiments"), "no experiment is left")
         ours, elsewhere = (stack.enter_context(applied(each, ours_with_probe())) for each in (namespace, other))
         for each in (ours, elsewhere):
             each.until_step(1)

@@ -138,7 +138,7 @@ def is_true(experiment: Object, kind: str) -> bool:
 
 @contextmanager
 def fresh_namespace(*labels: str) -> Iterator[Namespace]:
-    """Create a namespace. It is deleted afterwards, with everything in it."""
+    """Create a namespace. It is deleted afterwards, with everything in it; nothing waits for that."""
     namespace = Namespace(f"nexrl-test-{uuid.uuid4().hex[:8]}")
     command("kubectl", "create", "namespace", namespace.name)
     if labels:
@@ -146,4 +146,4 @@ def fresh_namespace(*labels: str) -> Iterator[Namespace]:
     try:
         yield namespace
     finally:
-        command("kubectl", "delete", "namespace", namespace.name, WAIT)
+        command("kubectl", "delete", "namespace", namespace.name, "--wait=false")

@@ -61,9 +61,7 @@ def training(learner: Learner) -> Callable[[], object]:
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about itself, while it compiles
-@pytest.mark.parametrize(
-    "model_type", ["llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHER_KINDS)]
-)
+@pytest.mark.parametrize("model_type", ["llama", *(pytest.param(each, marks=pytest.mark.soak) for each in OTHER_KINDS)])
 def test_compiled_layers_compute_the_gradient(model_type: str) -> None:
     torch.compiler.reset()  # PyTorch compiles a function for so many models only, and then runs it as it is
     counters.clear()
