@@ -29,7 +29,7 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
     Trajectory,
 )
-from nexrl_rollout.worker import ATTEMPT, RolloutLimits, RolloutLoop
+from nexrl_rollout.worker import RolloutLimits, RolloutLoop
 from tests.support.patience import eventually
 from tests.support.rollout import (
     ALPHABET,
