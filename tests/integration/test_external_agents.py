@@ -33,6 +33,7 @@ from nexrl.v1.trajectory_pb2 import (
     SampleResult,
 )
 from nexrl_rollout.external import ExternalWorker
+from nexrl_rollout.service import MAX_WAIT_SECONDS
 from tests.support.certificates import OURS, Authority, environment
 from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.rollout import FakeEngine, FakePool, completion, task_lease
@@ -73,7 +74,9 @@ async def waiting_for(process: ServiceProcess) -> list[Work]:
     return await eventually(work)
 
 
-async def opened(process: ServiceProcess, wait_seconds: float = LIMIT_SECONDS, request_id: str = "") -> pb.AgentSession:
+async def opened(
+    process: ServiceProcess, wait_seconds: float = MAX_WAIT_SECONDS, request_id: str = ""
+) -> pb.AgentSession:
     async with connect(process.address) as channel:
         stub: GatewayServiceAsyncStub = GatewayServiceStub(channel)
         request = pb.OpenSessionRequest(request_id=request_id or new_request_id(), wait_seconds=wait_seconds)
