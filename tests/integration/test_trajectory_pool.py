@@ -1,12 +1,10 @@
 """The trajectory pool and the train batch pool: every RPC, over gRPC and a real Redis."""
 
 import asyncio
-import re
 from contextlib import aclosing
 from pathlib import Path
 from unittest.mock import Mock
 
-import grpc
 import pytest
 
 from nexrl.errors import (
@@ -14,10 +12,8 @@ from nexrl.errors import (
     InvalidArgumentError,
     LeaseLostError,
     NotFoundError,
-    ResourceExhaustedError,
 )
 from nexrl.rpc.client import call, new_request_id
-from nexrl.rpc.status import error_from_call
 from nexrl.store import Redis, connect_redis, key_prefix
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import decode_train_batch, encode_train_batch
@@ -30,7 +26,6 @@ from tests.support.pool import (
     TAG,
     UNTIL_WOKEN_SECONDS,
     Deploy,
-    PoolClient,
     failed,
     grouped,
     running_pool,
@@ -305,16 +300,6 @@ async def test_one_sample_is_found_and_all_are_listed_page_by_page(deploy: Deplo
             await call(pool.pool.ListSamples, wrong, timeout_seconds=LIMIT_SECONDS)
 
 
-async def asked_to_repeat(pool: PoolClient, request: pool_pb.PutSamplesRequest) -> str:
-    """Put once. Returns the message of the refusal, which asks the caller to repeat the call."""
-    with pytest.raises(grpc.aio.AioRpcError) as refusal:
-        await pool.pool.PutSamples(request, timeout=LIMIT_SECONDS)  # `call` would repeat it
-    error = error_from_call(refusal.value)
-    assert isinstance(error, ResourceExhaustedError)
-    assert error.retry_after_seconds is not None
-    return str(error)
-
-
 async def test_a_put_that_finds_the_pool_full_is_repeated_until_there_is_room(deploy: Deploy) -> None:
     pool = await deploy(
         trajectoryPool={"batchSize": 2, "groupSize": 2, "maxPayloadBytes": 2**20},
@@ -323,8 +308,9 @@ async def test_a_put_that_finds_the_pool_full_is_repeated_until_there_is_room(de
     leases = (await pool.lease()).leases
     first, second = ([scored(sample, trajectory(text="x" * 500_000)) for sample in lease.samples] for lease in leases)
     assert await pool.put(first) == ["ACCEPTED"] * 2
-    request = pool_pb.PutSamplesRequest(request_id="full", model_tag=TAG, results=second)
-    assert re.search(r"results: .* at most 1048576 may be", await asked_to_repeat(pool, request))
+    refusal = await pool.refused_for_now(second)
+    assert refusal.startswith("results: ")
+    assert " at most 1048576 may be" in refusal
     assert (await pool.state()).leased == 2
     waiting = asyncio.create_task(pool.put(second))
     await pool.put_train_batch((await pool.lease_batch()).lease)
@@ -345,8 +331,7 @@ async def test_a_redis_smaller_than_the_experiment_allows_is_never_filled(tmp_pa
             big = [scored(sample, trajectory(text="x" * 2**20)) for sample in samples]
             for result in big[:15]:
                 assert await pool.put([result]) == ["ACCEPTED"]
-            request = pool_pb.PutSamplesRequest(request_id="full", model_tag=TAG, results=[big[15]])
-            assert "two thirds of Redis' maxmemory" in await asked_to_repeat(pool, request)
+            assert "two thirds of Redis' maxmemory" in await pool.refused_for_now([big[15]])
             await pool.put_train_batch((await pool.lease_batch()).lease)
             assert await pool.put([big[15]]) == ["ACCEPTED"]
 
