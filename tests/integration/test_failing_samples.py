@@ -17,7 +17,7 @@ from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl.v1.trajectory_pb2 import VERDICT_ENV_ERROR, SampleLease, SampleResult
 from nexrl_controller import server as controller_server
 from nexrl_rollout import server as rollout_server
-from tests.support.patience import finished
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.pool import TAG, PoolClient, running_pool
 from tests.support.rollout import FakeEngine, FakeWeightSync, replica, serving
 from tests.support.services import running_service, small_experiment
@@ -186,7 +186,7 @@ async def put_failures(pool: PoolClient) -> None:
         request = pool_pb.PutSamplesRequest(
             request_id=new_request_id(), model_tag=TAG, worker_id="mine", results=results
         )
-        await pool.pool.PutSamples(request, timeout=10)
+        await pool.pool.PutSamples(request, timeout=LIMIT_SECONDS)
 
 
 def failed(sample: SampleLease) -> SampleResult:

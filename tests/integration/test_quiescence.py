@@ -20,11 +20,11 @@ from nexrl_controller.state_store import StateStore
 from tests.support.clock import Clock
 from tests.support.controller import experiment, served
 from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.pool import UNTIL_WOKEN_SECONDS
 
 if TYPE_CHECKING:
     from nexrl.v1.activity_service_pb2_grpc import ActivityServiceAsyncStub
 
-WAIT_SECONDS = 30.0
 SELDOM = {"health": {"checkIntervalSeconds": 3600, "timeoutSeconds": 7200}}
 """So seldom that no heartbeat of the interval falls into a test."""
 
@@ -76,6 +76,6 @@ async def test_the_end_of_work_makes_the_experiment_quiescent_without_another_he
             with rollout.track("rollout"):
                 await wait_for_work(stub, "rollout-0", "trainer")
                 assert not await is_quiescent(stub, rollout_only=True, wait_seconds=0)
-            assert await is_quiescent(stub, rollout_only=True, wait_seconds=WAIT_SECONDS)
+            assert await is_quiescent(stub, rollout_only=True, wait_seconds=UNTIL_WOKEN_SECONDS)
             assert not await is_quiescent(stub, rollout_only=False, wait_seconds=0)
-        assert await is_quiescent(stub, rollout_only=False, wait_seconds=WAIT_SECONDS)
+        assert await is_quiescent(stub, rollout_only=False, wait_seconds=UNTIL_WOKEN_SECONDS)

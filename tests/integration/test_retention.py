@@ -16,12 +16,11 @@ from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl_controller import server
 from tests.support.controller import experiment
-from tests.support.patience import eventually
+from tests.support.patience import LIMIT_SECONDS, eventually
 
 if TYPE_CHECKING:
     from nexrl.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
 
-CALL_SECONDS = 10.0
 TTL_SECONDS = 5000
 
 
@@ -70,7 +69,7 @@ class Keys:
         async with asyncio.TaskGroup() as tasks, connect(process.address) as channel:
             tasks.create_task(process.run(server.start))
             stub: ControllerServiceAsyncStub = ControllerServiceStub(channel)
-            await call(stub.GetExperiment, pb.GetExperimentRequest(), timeout_seconds=CALL_SECONDS)
+            await call(stub.GetExperiment, pb.GetExperimentRequest(), timeout_seconds=LIMIT_SECONDS)
             yield stub
             process.stopping.set()
 
@@ -78,7 +77,7 @@ class Keys:
 async def end(stub: "ControllerServiceAsyncStub") -> None:
     """Stop the experiment; returns when it has ended."""
     request = pb.StopExperimentRequest(request_id=new_request_id(), reason="enough")
-    await call(stub.StopExperiment, request, timeout_seconds=CALL_SECONDS)
+    await call(stub.StopExperiment, request, timeout_seconds=LIMIT_SECONDS)
     async for seen in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
         if seen.experiment.phase == pb.PHASE_FAILED:
             return

@@ -14,6 +14,7 @@ from nexrl.client import MAX_PUT_BYTES, RolloutClient, open_rollout_client
 from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Sampling
 from nexrl.rollout_worker import RolloutWorker, scored
+from nexrl.sample_states import ATTEMPT
 from nexrl.spec import Experiment
 from nexrl.tensor_proto import decode_tensor
 from nexrl.transcript import Transcript
@@ -29,7 +30,7 @@ from nexrl.v1.trajectory_pb2 import (
     TaskLease,
     Trajectory,
 )
-from nexrl_rollout.worker import ATTEMPT, RolloutLimits, RolloutLoop
+from nexrl_rollout.worker import RolloutLimits, RolloutLoop
 from tests.support.patience import eventually
 from tests.support.rollout import (
     ALPHABET,

@@ -16,6 +16,7 @@ from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import HANDLED, HANDLING_SECONDS, EdgeInterceptor
 from nexrl.tls import Tls
 from nexrl.v1 import validator_service_pb2 as pb
+from tests.support.patience import LIMIT_SECONDS
 
 SERVICE = "nexrl.test.FourKinds"
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
@@ -144,7 +145,7 @@ async def test_a_caller_is_refused_before_its_message_is_read(kind: str) -> None
     tls = Tls(Path("ca"), "ours.namespace", Path("certificate"), Path("key"))
     async with serving(FourKinds(), Admission(tls)) as channel:
         method: Any = channel.stream_stream(f"/{SERVICE}/{kind}")
-        calling = method(never(), timeout=20)
+        calling = method(never(), timeout=LIMIT_SECONDS)
         with pytest.raises(grpc.aio.AioRpcError, match="no client certificate") as refusal:
             await calling.read()
     assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -156,7 +157,7 @@ async def test_a_call_that_ends_without_a_message_is_refused(kind: str, monkeypa
     monkeypatch.setattr(admission := Admission(tls), "admit", AsyncMock())
     async with serving(servicer := FourKinds(), admission) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="request: the call ended without a message") as refusal:
-            await channel.stream_stream(f"/{SERVICE}/{kind}")(iter([]), timeout=20).read()
+            await channel.stream_stream(f"/{SERVICE}/{kind}")(iter([]), timeout=LIMIT_SECONDS).read()
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert servicer.request_ids == []
 

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 
 from tests.support import leader_process
 from tests.support.leader_process import Done, Work
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.rank_process import RankCase
 
-PATIENCE_SECONDS = 120.0
 STEPS = (9, 3, 12, 8, 5, 7)
 WEIGHT_TOLERANCE, FIGURE_TOLERANCE = 2e-6, 2e-5
 """Those of test_trainer_ranks.py."""
@@ -49,7 +49,7 @@ def done(folder: Path, size: int, work: Work) -> Done:
         process.start()
     theirs.close()
     try:
-        assert ours.poll(PATIENCE_SECONDS)
+        assert ours.poll(LIMIT_SECONDS)
         found: Done = ours.recv()
         return found
     finally:

@@ -12,7 +12,6 @@ from nexrl.errors import (
     InvalidArgumentError,
     LeaseLostError,
     NotFoundError,
-    ResourceExhaustedError,
 )
 from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis, connect_redis, key_prefix
@@ -309,9 +308,9 @@ async def test_a_put_that_finds_the_pool_full_is_repeated_until_there_is_room(de
     leases = (await pool.lease()).leases
     first, second = ([scored(sample, trajectory(text="x" * 500_000)) for sample in lease.samples] for lease in leases)
     assert await pool.put(first) == ["ACCEPTED"] * 2
-    request = pool_pb.PutSamplesRequest(request_id="full", model_tag=TAG, results=second)
-    with pytest.raises(ResourceExhaustedError, match=r"results: .* at most 1048576 may be"):
-        await call(pool.pool.PutSamples, request, timeout_seconds=0.5)
+    refusal = await pool.refused_for_now(second)
+    assert refusal.startswith("results: ")
+    assert " at most 1048576 may be" in refusal
     assert (await pool.state()).leased == 2
     waiting = asyncio.create_task(pool.put(second))
     await pool.put_train_batch((await pool.lease_batch()).lease)
@@ -332,9 +331,7 @@ async def test_a_redis_smaller_than_the_experiment_allows_is_never_filled(tmp_pa
             big = [scored(sample, trajectory(text="x" * 2**20)) for sample in samples]
             for result in big[:15]:
                 assert await pool.put([result]) == ["ACCEPTED"]
-            request = pool_pb.PutSamplesRequest(request_id="full", model_tag=TAG, results=[big[15]])
-            with pytest.raises(ResourceExhaustedError, match="two thirds of Redis' maxmemory"):
-                await call(pool.pool.PutSamples, request, timeout_seconds=0.5)
+            assert "two thirds of Redis' maxmemory" in await pool.refused_for_now([big[15]])
             await pool.put_train_batch((await pool.lease_batch()).lease)
             assert await pool.put([big[15]]) == ["ACCEPTED"]
 

@@ -19,13 +19,12 @@ from nexrl_trajectory_pool import server as pool_server
 from nexrl_trajectory_pool import wakeups
 from nexrl_trajectory_pool.wakeups import WakeUps
 from tests.support.patience import LIMIT_SECONDS, eventually, finished
-from tests.support.pool import TAG, PoolClient, running_pool, scored
+from tests.support.pool import TAG, UNTIL_WOKEN_SECONDS, PoolClient, running_pool, scored
 from tests.support.services import small_experiment
 
 Deploy = Callable[..., Awaitable[PoolClient]]
 Waiting = asyncio.Task[pb.LeaseTasksResponse]
 CLIENTS = 300
-WAIT_SECONDS = 50.0
 CALLS_OF_OTHERS = 60
 """More calls than serve the client that is woken; far fewer than CLIENTS. The pool's own loops make none here."""
 
@@ -66,7 +65,9 @@ async def at_least(redis: Redis, command: str, number: int) -> None:
 async def waiting(redis: Redis, number: int, *pools: PoolClient) -> list[Waiting]:
     """`number` clients of each pool that have looked for a task and found none."""
     before = await count(redis, "evalsha")
-    calls = [asyncio.create_task(pool.lease(2, wait_seconds=WAIT_SECONDS)) for _ in range(number) for pool in pools]
+    calls = [
+        asyncio.create_task(pool.lease(2, wait_seconds=UNTIL_WOKEN_SECONDS)) for _ in range(number) for pool in pools
+    ]
     await at_least(redis, "evalsha", before + len(calls))
     return calls
 
@@ -147,9 +148,9 @@ async def test_a_small_batch_does_not_wait_behind_a_large_one(deploy: Deploy, re
     pool = await deploy()
     held = await lease_all(pool)
     before = await count(redis, "evalsha")
-    large = asyncio.create_task(pool.lease_batch(batch_size=4, wait_seconds=WAIT_SECONDS))
+    large = asyncio.create_task(pool.lease_batch(batch_size=4, wait_seconds=UNTIL_WOKEN_SECONDS))
     await at_least(redis, "evalsha", before + 1)
-    small = asyncio.create_task(pool.lease_batch(batch_size=2, wait_seconds=WAIT_SECONDS))
+    small = asyncio.create_task(pool.lease_batch(batch_size=2, wait_seconds=UNTIL_WOKEN_SECONDS))
     await at_least(redis, "evalsha", before + 2)
     await pool.put([scored(sample) for sample in held[:2]])
     batch = (await finished(small, "the small batch is served")).lease
@@ -224,7 +225,7 @@ async def test_a_redis_that_vanished_without_a_word_is_noticed_and_all_look_agai
 
     relay = Relay(tmp_path / "relay.sock", redis_url)
     async with relay.running(), listening(relay.url, experiment_name) as told:
-        waits = [asyncio.create_task(told.until("tasks", take, WAIT_SECONDS)) for _ in range(3)]
+        waits = [asyncio.create_task(told.until("tasks", take, UNTIL_WOKEN_SECONDS)) for _ in range(3)]
         await eventually(lambda: looks >= len(waits))
         relay.fall_silent()
         stock = 3

@@ -68,7 +68,7 @@ class Patience:
         self, fact: Callable[[], FactT], what: str = "", *, tolerated: tuple[type[Exception], ...] = ()
     ) -> FactT:
         """Call `fact` until its result is truthy, and return that result. See `eventually`."""
-        wait = _Wait(self, what or _name(fact))
+        wait = _Wait(self, what or name_of(fact))
         while True:
             try:
                 if found := fact():
@@ -96,7 +96,7 @@ class Patience:
         An error in `tolerated` counts as not yet true. Raises PatienceError at the limit. The default of `what` is the
         name and place of `fact`.
         """
-        wait = _Wait(self, what or _name(fact))
+        wait = _Wait(self, what or name_of(fact))
         while True:
             try:
                 if found := await _called(fact):
@@ -147,7 +147,8 @@ async def _called(fact: Callable[[], Any]) -> Any:
         return await found
 
 
-def _name(fact: Callable[[], object]) -> str:
+def name_of(fact: Callable[[], object]) -> str:
+    """Return the name of a function and its place."""
     code = getattr(inspect.unwrap(fact), "__code__", None)
     name = getattr(fact, "__qualname__", repr(fact))
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else name

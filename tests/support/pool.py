@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from nexrl.errors import ResourceExhaustedError
 from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.rpc.status import error_from_call
 from nexrl.spec import Experiment
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import encode_train_batch
@@ -105,6 +107,18 @@ class PoolClient:
             request = pool_pb.PutSamplesRequest(request_id=request_id, model_tag=TAG, results=results)
             outcomes = (await call(self.pool.PutSamples, request, timeout_seconds=LIMIT_SECONDS)).outcomes
         return [pb.PutOutcome.Name(outcome).removeprefix("PUT_OUTCOME_") for outcome in outcomes]
+
+    async def refused_for_now(self, results: Sequence[pb.SampleResult]) -> str:
+        """Call PutSamples once. Returns the message of the refusal, which asks for a repeated call."""
+        request = pool_pb.PutSamplesRequest(request_id=new_request_id(), model_tag=TAG, results=results)
+        try:
+            await self.pool.PutSamples(request, timeout=LIMIT_SECONDS)  # `call` would repeat it
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_call(rpc_error)
+            assert isinstance(error, ResourceExhaustedError), error
+            assert error.retry_after_seconds is not None, error
+            return str(error)
+        raise AssertionError("it was accepted")
 
     async def fill(self, version: int = 0, rewards: Mapping[int, float] | None = None) -> list[str]:
         """Lease and produce all samples that the credit allows. Sample k of each task has reward `rewards[k]`, or 1."""

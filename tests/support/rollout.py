@@ -40,7 +40,7 @@ from nexrl.v1.trajectory_pool_service_pb2_grpc import (
 )
 from nexrl.v1.validator_service_pb2_grpc import add_ValidatorServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_to_server
-from tests.support.patience import finished
+from tests.support.patience import finished, name_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Reply = Callable[[inference.GenerateRequest, int], inference.GeneratedCompletion]
@@ -81,7 +81,7 @@ class Fake:
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
         """Wait until the condition holds. It is checked after each call."""
-        await finished(self._until(is_met), f"{type(self).__name__}: {is_met}")
+        await finished(self._until(is_met), f"{type(self).__name__}: {name_of(is_met)}")
 
     async def _until(self, is_met: Callable[[], bool]) -> None:
         async with self._changed:

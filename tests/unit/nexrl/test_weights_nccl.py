@@ -1,6 +1,5 @@
 """What is around NCCL: deadlines, aborts, and buffers on two devices. A stand-in takes the place of NCCL itself."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -17,7 +16,7 @@ from nexrl.weights.packing import Snapshot, allocate, digest, snapshot
 from nexrl.weights.rendezvous import Rendezvous, Transport
 from nexrl.weights.transport import Receiver, Sender
 from tests.support import standin_nccl
-from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.patience import LIMIT_SECONDS, eventually, eventually_blocking
 from tests.support.standin_nccl import StandInCommunicator, standin_gpu
 
 SILENCE_SECONDS = 2 * LIMIT_SECONDS
@@ -136,9 +135,7 @@ def test_a_group_that_ends_while_nothing_runs_frees_its_communicator(folder: Pat
     sent.result(LIMIT_SECONDS)
     receiver.close_group()
     sender.close()
-    deadline = threading.Event()
-    while not all((folder / f"aborted.{rank}").exists() for rank in (0, 1)):
-        assert not deadline.wait(0.01)
+    eventually_blocking(lambda: all((folder / f"aborted.{rank}").exists() for rank in (0, 1)))
 
 
 def test_the_next_version_is_packed_where_the_open_group_sends_from(sender: Sender) -> None:
