@@ -125,7 +125,8 @@ def rerun(part: Part, tests: Sequence[str], limit_seconds: float) -> Part:
 
 def last_line(log: Path) -> str:
     """Return the last line of a log that is not empty; of pytest's that is the summary."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("make")]
     return lines[-1].strip(" =") if lines else "no output"
 
 
