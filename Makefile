@@ -116,7 +116,7 @@ proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/
 
 
 .PHONY: test
-test: $(INSTALLED) ## Run the unit, contract, integration and end-to-end tests that need no GPU, vLLM or cluster
+test: $(INSTALLED) ## Run unit tests, the core of the integration tests and one whole run
 	$(BIN)/pytest -n 3 --dist worksteal -m '$(QUICK)' $(FOLDERS)
 
 .PHONY: stress
@@ -124,10 +124,6 @@ stress: $(INSTALLED) ## Run TESTS="path::test ..." 20 times in three processes b
 	@test -n "$(TESTS)" || { echo 'stress: name tests, for example make stress TESTS=tests/integration/test_rpc.py' >&2; exit 1; }
 	for loop in 1 2; do sh -c 'while kill -0 $$0 2>/dev/null; do :; done' $$$$ & done; trap 'kill $$(jobs -p)' EXIT; \
 	$(BIN)/pytest -n 3 --count $(or $(COUNT),20) $(TESTS)
-
-.PHONY: test-e2e
-test-e2e: $(INSTALLED) ## Run only those of them that start `nexrl run`
-	$(BIN)/pytest -n 2 -m '$(QUICK)' tests/e2e
 
 .PHONY: test-how-to
 test-how-to: $(INSTALLED) ## Run the how-to pages as written, with NexRL installed from its wheel into .venv-wheel
@@ -190,7 +186,8 @@ AREAS := chaos cluster compiled fuzz guards guide how-to ledger operator runs tr
 RECORDED = $(BIN)/python -m tests.gate.soak $(@:soak-%=%)
 
 .PHONY: soak $(AREAS:%=soak-%)
-soak: $(AREAS:%=soak-%) ## Run all that is too long for the gate: hours. make soak-AREA runs one area: docs/reference/soak.md
+soak: ## Run all that is too long for the gate: hours. make soak-AREA runs one area: docs/reference/soak.md
+	$(MAKE) --keep-going $(AREAS:%=soak-%)
 $(AREAS:%=soak-%): $(INSTALLED)
 
 soak-chaos:
@@ -236,16 +233,12 @@ gate-cluster: $(INSTALLED)
 	$(BIN)/python -m tests.gate images cluster
 
 .PHONY: check
-check: gate-form gate-types test ## Run everything that a change must pass
+check: gate-form gate-types test ## Run gate-form, gate-types and test, before `make gate`
 
 
 .PHONY: spec
 spec: $(INSTALLED) ## Write the reference page and the CustomResourceDefinition from src/nexrl/spec
 	$(BIN)/python -m nexrl.spec
-
-.PHONY: spec-check
-spec-check: $(INSTALLED) ## Fail if the files of `make spec` are not up to date
-	$(BIN)/python -m nexrl.spec --check
 
 .PHONY: plan-table
 plan-table: $(INSTALLED) ## Write docs/reference/sizing.md: the memory of training by model size, from src/nexrl/plan
@@ -254,10 +247,6 @@ plan-table: $(INSTALLED) ## Write docs/reference/sizing.md: the memory of traini
 .PHONY: guide
 guide: $(INSTALLED) ## Write docs/reference/developer-guide.md: each promise, where it is implemented, the tests that prove it
 	$(BIN)/python -m tests.support.guide
-
-.PHONY: guide-check
-guide-check: $(INSTALLED) ## Fail if docs/reference/developer-guide.md is not up to date
-	$(BIN)/python -m tests.support.guide --check
 
 
 .PHONY: quickstart

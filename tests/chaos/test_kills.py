@@ -22,7 +22,7 @@ NAMES = (
     *("inference-0", "inference-1", "rollout-0", "rollout-1"),
 )
 EXPERIMENT = Path(__file__).with_name("copy-digits.yaml")
-STEPS = 150 + 3 * KILLS
+STEPS = max(180, 150 + 3 * KILLS)
 """More than are made while the kills last."""
 BATCH_SIZE = 128
 REWARD = 0.65

@@ -7,6 +7,7 @@ parts have all passed leaves a stamp, named after the tree of HEAD, with the tab
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,26 +42,34 @@ def main() -> None:
     say(f"logs and reports of the parts: {folder}")
     for line in soak.ages(soak.PAGE.read_text(), datetime.now(UTC).date()):
         say(line)
-    sys.exit(run(chosen, Lanes(folder, say), is_whole=not names))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the parts, as Ctrl-C does
+    before = committed_tree()
+    results = run(chosen, Lanes(folder, say))
+    if is_green(results) and not names:
+        write_stamp(before, results)
+    print_counts(results)
+    sys.exit(0 if is_green(results) else 1)
 
 
-def run(chosen: Sequence[Part], lanes: Lanes, *, is_whole: bool) -> int:
-    """Run the chosen parts; return 0 if all passed."""
+def run(chosen: Sequence[Part], lanes: Lanes) -> list[Result]:
+    """Run the chosen parts, print how they ended, and return their results."""
     began, known = monotonic(), flaky.load()
-    late = flaky.overdue(known)
     first = lanes.run([part for part in chosen if part.is_first])
     others = [part for part in chosen if not part.is_first]
     if any(result.verdict is Verdict.FAILED for result in first):
         results = [*first, *(Result(part.name, Verdict.NOT_RUN, why="form or types failed") for part in others)]
     else:
         results = once_more(chosen, [*first, *lanes.run(others)], lanes, known)
-    print_end(results, late, known)
-    is_green = not late and all(result.verdict in (Verdict.PASSED, Verdict.SKIPPED) for result in results)
-    say(f"the gate is {'green' if is_green else 'RED'} after {(monotonic() - began) / 60:.1f} minutes")
-    if is_green and is_whole:
-        write_stamp(results)
-    print_counts(results)
-    return 0 if is_green else 1
+    if late := flaky.overdue(known):
+        results.append(Result(flaky.LIST.name, Verdict.FAILED, why="; ".join(late)))
+    print_end(results, known)
+    say(f"the gate is {'green' if is_green(results) else 'RED'} after {(monotonic() - began) / 60:.1f} minutes")
+    return results
+
+
+def is_green(results: Sequence[Result]) -> bool:
+    """Return whether no part failed, and none could not run."""
+    return all(result.verdict in (Verdict.PASSED, Verdict.SKIPPED) for result in results)
 
 
 def once_more(
@@ -86,7 +95,7 @@ def once_more(
         passed = [
             test
             for test in wanted.get(result.part, [])
-            if passes_alone(by_name[result.part], test, lanes, end - monotonic()) and not flaky.too_often(test, known)
+            if passes_alone(by_name[result.part], test, lanes, end - monotonic()) and not is_third(test, known)
         ]
         after.append(result.after_rerun(tuple(passed)) if passed else result)
     return after
@@ -95,11 +104,19 @@ def once_more(
 def passes_alone(part: Part, test: FailedTest, lanes: Lanes, limit_seconds: float) -> bool:
     """Run one test again, when nothing else runs. Return whether it passed within the limit."""
     say(f"once more, alone: {test.name}")
-    again = lanes.run_one(rerun(part, [test.name], max(limit_seconds, 1.0)), report="once-more")
+    again = lanes.run_one(rerun(part, [test.name], max(limit_seconds, 1.0)))
     return again.verdict is Verdict.PASSED and again.passed > 0
 
 
-def print_end(results: Sequence[Result], late: Sequence[str], known: Sequence[flaky.FlakyTest]) -> None:
+def is_third(test: FailedTest, known: Sequence[flaky.FlakyTest]) -> bool:
+    """Return whether a test that passed alone is red all the same."""
+    if not flaky.too_often(test, known):
+        return False
+    say(f"{test.name} passed alone, and is red: this is its time {flaky.MAX_TIMES} in {flaky.LIST.name}")
+    return True
+
+
+def print_end(results: Sequence[Result], known: Sequence[flaky.FlakyTest]) -> None:
     """Print every failed and flaky test, and the table."""
     today = datetime.now(UTC).date()
     for result in results:
@@ -107,12 +124,10 @@ def print_end(results: Sequence[Result], late: Sequence[str], known: Sequence[fl
             print_line(f"\nFLAKY {test.name}: {test.cause}\n{test.traceback}")
             print_line(f"write this to {flaky.LIST.name}:\n{flaky.entry_for(test, known, today)}")
     print_line("")
-    for line in late:
-        print_line(f"OVERDUE {line}")
     for result in results:
         for test in result.failed:
             print_line(f"FAILED {test.name}: {test.cause}")
-    print_line(f"\n{table(list(results))}\n")
+    print_line(f"\n{table(results)}\n")
 
 
 def print_counts(results: Sequence[Result]) -> None:
@@ -125,20 +140,25 @@ def print_counts(results: Sequence[Result]) -> None:
 
 def changed_files() -> set[str]:
     """Return the paths that this change adds or edits. A test in one of them gets no second run."""
-    return set(_git("diff", "--name-only", BASE).splitlines())
+    return set(git("diff", "--name-only", BASE).splitlines())
 
 
-def write_stamp(results: Sequence[Result]) -> None:
-    """Record that exactly the tree of HEAD has passed, unless the checkout differs from it."""
-    if _git("status", "--porcelain"):
-        say("no stamp: files differ from HEAD")
+def committed_tree() -> str:
+    """Return the tree of HEAD; "" if the checkout differs from it."""
+    return "" if git("status", "--porcelain") else git("rev-parse", "HEAD^{tree}").strip()
+
+
+def write_stamp(before: str, results: Sequence[Result]) -> None:
+    """Record that the tree of HEAD has passed, if it was committed before the first part, and still is."""
+    if not before or committed_tree() != before:
+        say("no stamp: the checkout differs from HEAD, or did at the beginning")
         return
     STAMPS.mkdir(parents=True, exist_ok=True)
-    path = STAMPS / _git("rev-parse", "HEAD^{tree}").strip()
-    path.write_text(
-        f"{datetime.now(UTC).isoformat(timespec='seconds')} {_git('rev-parse', 'HEAD')}{table(list(results))}\n"
-    )
-    say(f"stamp: {path}")
+    path = STAMPS / before
+    since = f"{len(changed_files())} files changed since {BASE}"
+    head = f"{datetime.now(UTC).isoformat(timespec='seconds')} {git('rev-parse', 'HEAD').strip()}, {since}"
+    path.write_text(f"{head}\n\n{table(results)}\n")
+    say(f"stamp: {path}, {since}")
 
 
 def say(text: str) -> None:
@@ -152,8 +172,9 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout
+def git(*arguments: str) -> str:
+    """Return what git prints. Raises CalledProcessError."""
+    return subprocess.run(["git", *arguments], cwd=flaky.ROOT, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

@@ -60,6 +60,6 @@ def entry_for(test: FailedTest, known: Sequence[FlakyTest], today: date) -> str:
 
 
 def _landings_since(day: date) -> int:
-    command = ["git", "rev-list", "--first-parent", "--count", f"--after={day.isoformat()} 23:59", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return int(done.stdout or 0)
+    after = f"--after={day.isoformat()} 23:59"
+    command = ["git", "rev-list", "--first-parent", "--merges", "--count", after, "HEAD"]
+    return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)

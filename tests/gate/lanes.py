@@ -1,12 +1,13 @@
 """Runs the parts of the gate: one lane beside the other, each part to its end, with all its failures."""
 
 import os
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from tests.gate.results import Result, Verdict
 
 HEARTBEAT_SECONDS = 60.0
 STOP_SECONDS = 15.0  # speed: of a part that is ended because it hangs
-"""Between the signals that ask a part to stop, and the one that forces it."""
+"""Between the signals that end a part. At the first one pytest still writes its report."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 SHOWN_BYTES = 60_000
 """Of the output of a part that failed; all of it is in its log."""
 Say = Callable[[str], None]
@@ -28,25 +30,38 @@ class Lanes:
         self._folder = folder
         self._say = say
         self._running: dict[str, float] = {}
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._is_ending = False
+        self._reports = 0
         self._done: dict[str, threading.Event] = {}
         self._results: dict[str, Result] = {}
 
     def run(self, parts: Sequence[Part]) -> list[Result]:
-        """Run all parts, and return their results in the same order."""
+        """Run all parts, and return their results in the same order. An interrupt ends those that run."""
         self._done = {part.name: threading.Event() for part in parts}
         lanes = sorted({part.lane for part in parts})
         with self._heartbeat(), ThreadPoolExecutor(max(1, len(lanes))) as threads:
             running = [threads.submit(self._run_lane, [part for part in parts if part.lane == lane]) for lane in lanes]
-        for lane_run in running:
-            lane_run.result()
+            try:
+                for lane_run in running:
+                    lane_run.result()
+            except BaseException:
+                self._end()
+                raise
         return [self._results[part.name] for part in parts]
 
-    def run_one(self, part: Part, report: str = "") -> Result:
+    def _end(self) -> None:
+        self._is_ending = True
+        for process in list(self._processes):
+            _stop(process)
+
+    def run_one(self, part: Part) -> Result:
         """Run a part, print how it ended, and return the result."""
         if part.missing:
             self._say(f"{part.name} is skipped: {part.missing}")
             return Result(part.name, Verdict.SKIPPED, why=part.missing)
-        name = report or part.name.replace(" ", "-")
+        self._reports += 1
+        name = f"{self._reports:02}-{part.name.replace(' ', '-')}"
         log, xml = self._folder / f"{name}.log", self._folder / f"{name}.xml"
         self._say(f"{part.name} begins")
         self._running[part.name] = began = time.monotonic()
@@ -64,6 +79,8 @@ class Lanes:
         for part in parts:
             try:
                 self._results[part.name] = self._result(part)
+            except Exception as error:  # noqa: BLE001  # a fault of the gate is red, and hides no other result
+                self._results[part.name] = Result(part.name, Verdict.FAILED, why=f"the gate itself: {error!r}")
             finally:
                 self._done[part.name].set()
 
@@ -71,8 +88,10 @@ class Lanes:
         if part.after in self._done:
             self._done[part.after].wait()
             before = self._results[part.after]
-            if before.verdict is not Verdict.PASSED:
+            if before.verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 return Result(part.name, Verdict.NOT_RUN, why=f"{part.after}: {before.verdict.value}")
+        if self._is_ending:
+            return Result(part.name, Verdict.NOT_RUN, why="interrupted")
         return self.run_one(part)
 
     def _ended(self, part: Part, log: Path, xml: Path) -> str:
@@ -89,14 +108,14 @@ class Lanes:
                 env=environment,
                 start_new_session=True,
             )
+            self._processes.add(process)
             try:
                 code = process.wait(part.limit_seconds)
             except subprocess.TimeoutExpired:
-                _stop(process)
                 return f"not at its end after {part.limit_seconds:.0f} s"
-            except BaseException:
+            finally:
                 _stop(process)
-                raise
+                self._processes.discard(process)
         return f"exit code {code}" if code else ""
 
     @contextmanager
@@ -138,10 +157,10 @@ def tail(log: Path) -> str:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a part with all its processes: SIGTERM to its session, then SIGKILL."""
-    for signal_number in (15, 9):
-        try:
-            os.killpg(process.pid, signal_number)
+    """End a part that still runs, with all processes of its group."""
+    for number in STOP_SIGNALS:
+        if process.poll() is not None:
+            return
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
             process.wait(STOP_SECONDS)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue

@@ -66,7 +66,6 @@ PARTS = (
     Part("unit", 1500, tests=["tests/unit"], workers=2),
     Part("integration", 1800, tests=["tests/integration", "tests/envtest"], workers=3, is_timed=True),
     Part("runs", 1500, tests=["tests/e2e"], workers=2, is_timed=True),
-    Part("quickstart", 600, ("make", "quickstart", "STEPS=30")),
     Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
     Part("vllm", 1500, tests=["tests/vllm"], python=".venv-vllm/bin/python", after="set-up of vllm", is_timed=True),
     Part("set-up of vllm", 1500, ("make", "setup-vllm"), lane=2, niceness=LOWEST),

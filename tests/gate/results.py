@@ -1,5 +1,6 @@
 """What a part of the gate ended with: its verdict, the counts of its tests, and the tests that failed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -53,7 +54,9 @@ class Result:
         if not report.exists():
             return self
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))  # pytest has written it
-        failed = {case.name: case for each in cases if (case := _failure(each)) is not None}
+        failed: dict[str, FailedTest] = {}
+        for case in filter(None, map(_failure, cases)):
+            failed.setdefault(case.name, case)  # an error of its end comes second
         skipped = sum(each.find("skipped") is not None for each in cases)
         passed = len(cases) - skipped - sum(_failure(each) is not None for each in cases)
         return replace(self, passed=passed, skipped=skipped, failed=tuple(failed.values()))
@@ -61,7 +64,9 @@ class Result:
     def after_rerun(self, flaky: tuple[FailedTest, ...]) -> "Result":
         """Return the result when `flaky`, some of its failed tests, have passed alone."""
         left = tuple(test for test in self.failed if test not in flaky)
-        return replace(self, verdict=Verdict.FAILED if left else Verdict.PASSED, failed=left, flaky=flaky)
+        if left:
+            return replace(self, failed=left, flaky=flaky)
+        return replace(self, verdict=Verdict.PASSED, why="", failed=(), flaky=flaky)
 
 
 def _failure(case: ElementTree.Element) -> FailedTest | None:
@@ -82,7 +87,7 @@ def node_id(case: ElementTree.Element) -> str:
     return "::".join([file, *filter(None, classes), name])
 
 
-def table(results: list[Result]) -> str:
+def table(results: Sequence[Result]) -> str:
     """Return the table at the end of the gate, in Markdown."""
     rows = ["| part | verdict | seconds | passed | failed | flaky | skipped |", "|---|---|---|---|---|---|---|"]
     for each in results:

@@ -23,19 +23,25 @@ def main() -> None:
     area, *command = sys.argv[1:]
     if area not in {row[0] for row in map(_cells, PAGE.read_text().splitlines()) if row}:
         sys.exit(f"{PAGE.relative_to(ROOT)} has no row for {area}; add one with what it runs")
-    began, last = monotonic(), ""
+    commit, began, last = _commit(), monotonic(), ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
-            last = line.strip(" =\n") or last
+            if not line.startswith("make"):
+                last = line.strip(" =\n") or last
     seconds = f"{monotonic() - began:.0f}"
-    verdict = "passed" if process.returncode == 0 else f"FAILED, exit code {process.returncode}"
-    PAGE.write_text(
-        recorded(PAGE.read_text(), area, _commit(), datetime.now(UTC).date(), seconds, f"{verdict}: {last}")
-    )
+    result = f"{verdict(process.returncode, last)}: {last}"
+    PAGE.write_text(recorded(PAGE.read_text(), area, commit, datetime.now(UTC).date(), seconds, result))
     sys.exit(process.returncode)
+
+
+def verdict(code: int, last: str) -> str:
+    """Return how a command ended: pytest also ends with 0 if all its tests were skipped."""
+    if code:
+        return f"FAILED, exit code {code}"
+    return "SKIPPED" if " skipped" in last and " passed" not in last else "passed"
 
 
 def recorded(page: str, area: str, commit: str, day: date, seconds: str, result: str) -> str:
@@ -66,8 +72,11 @@ def _cells(line: str) -> list[str]:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """Return the commit, with `-dirty` if another file than the page differs from it."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    changed = ["git", "status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}"]
+    is_dirty = subprocess.run(changed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return commit.stdout.strip() + ("-dirty" if is_dirty else "")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def assert_close(weights: Weights, expected: Weights) -> None:
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=WEIGHT_TOLERANCE, err_msg=name)
 
 
-@pytest.mark.soak
+@pytest.mark.gate
 async def test_a_gang_of_which_a_rank_is_killed_has_the_weights_of_a_single_rank_and_says_which(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

@@ -3,14 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nexrl.spec import yaml_core
 from tests.support.cluster import WAIT, Namespace, Object, eventually
 from tests.support.experiments import applied, assert_balanced
 from tests.support.python_pods import python_pod
-
-pytestmark = pytest.mark.timeout(900)
 
 EXAMPLE = Path(__file__).parents[2] / "examples/agent-elsewhere/experiment.yaml"
 NAME, RELEASE = "elsewhere", "nexrl"

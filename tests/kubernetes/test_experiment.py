@@ -10,8 +10,6 @@ from tests.support.cluster import WAIT, Namespace, command
 from tests.support.experiments import SORT_DIGITS, Running, applied, assert_balanced, sort_digits
 from tests.support.pages import HOW_TO, write_files
 
-pytestmark = pytest.mark.timeout(1800)
-
 
 def test_release_passes_its_own_tests(namespace: Namespace) -> None:
     namespace.test(RELEASE)

@@ -13,7 +13,6 @@ from tests.support.cluster import Namespace, Object, condition, eventually
 from tests.support.experiments import Running, applied, sort_digits
 from tests.support.patience import PatienceError
 
-"""A minute after its container starts. All start at once, on a small node."""
 SCHEDULED_BY_NOBODY: Object = {"spec": {"schedulerName": "nobody"}}
 """A pod that costs nothing: no trouble of its own, and no work for the node."""
 SMALL: Object = {"name": "nexrl", "resources": {"requests": {"cpu": "1m", "memory": "16Mi"}}}

@@ -11,8 +11,6 @@ from tests.kubernetes.conftest import RELEASE
 from tests.support.cluster import Namespace, eventually
 from tests.support.experiments import Running, applied, assert_balanced, slow
 
-pytestmark = pytest.mark.timeout(1200)
-
 PAIRS = (("controller", "weight-sync"), ("trajectory-pool", "inference"), ("trainer", "rollout"))
 """Components that do not call each other, so that the callers of each can survive its loss."""
 STEPS = 45

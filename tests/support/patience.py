@@ -127,11 +127,14 @@ class _Wait:
         self._patience, self._what = patience, what
         self._began = patience._clock()
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._scale = 1.0
         self.seen: object = _NOTHING
 
     def pause_seconds(self) -> float:
         """Return the time until the next look. Raises PatienceError if the limit has passed."""
-        seconds, scale = self._patience._clock() - self._began, self._patience.scale
+        seconds = self._patience._clock() - self._began
+        # The largest so far: a load that falls does not shorten the limit of what it has delayed.
+        self._scale = scale = max(self._scale, self._patience.scale)
         if seconds >= self._patience._base_seconds * scale:
             seen = "" if self.seen is _NOTHING else f"; last: {self.seen!r}"
             raise PatienceError(f"not true after {seconds:.0f} s (scale {scale:.1f}): {self._what}{seen}")

@@ -171,7 +171,7 @@ def nexrl(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 async def until_gone(root: Path) -> None:
     """Wait until no process runs whose working directory is `root` or below it."""
-    await eventually(lambda: not processes_in(root), f"no process is left in {root}: {processes_in(root)}")
+    await eventually(lambda: not processes_in(root), f"no process is left in {root}")
 
 
 def processes_in(folder: Path) -> dict[str, Process]:

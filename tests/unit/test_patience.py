@@ -88,11 +88,11 @@ def test_the_limit_grows_with_the_load_from_one_to_eight_times(load: float, seco
     assert seconds <= Machine(lambda now: load).waited_in_vain() <= seconds + 2 * LONGEST_PAUSE_SECONDS
 
 
-def test_the_limit_of_a_wait_follows_the_load_while_it_waits() -> None:
+def test_the_limit_of_a_wait_grows_with_the_load_while_it_waits_and_never_shrinks() -> None:
     busy_later = Machine(lambda now: 0.5 if now < BASE_SECONDS / 2 else 3.0)
     assert busy_later.waited_in_vain() >= 3 * BASE_SECONDS
-    quiet_later = Machine(lambda now: 8.0 if now < 2 * BASE_SECONDS else 0.0)
-    assert quiet_later.waited_in_vain() <= 2 * BASE_SECONDS + 2 * LONGEST_PAUSE_SECONDS
+    quiet_later = Machine(lambda now: 3.0 if now < 2 * BASE_SECONDS else 0.0)
+    assert quiet_later.waited_in_vain() >= 3 * BASE_SECONDS
 
 
 def test_a_time_that_is_the_subject_of_a_test_does_not_grow() -> None:

@@ -14,6 +14,7 @@ from tests.gate.lanes import Lanes
 from tests.gate.parts import PARTS, Part
 from tests.gate.results import FailedTest, Result, Verdict, table
 from tests.gate.soak import ages, recorded
+from tests.gate.soak import verdict as soak_verdict
 
 FAILS_ONCE = """
 from pathlib import Path
@@ -27,7 +28,11 @@ def test_fails_once():
 def test_passes():
     pass
 """
+HANG_SECONDS = 20  # speed: of a part that hangs; within it, Python starts
 FAILS = "def test_always_fails():\n    assert 1 == 2\n"
+
+
+Run = Callable[[Sequence[Part]], bool]
 
 
 @pytest.fixture
@@ -37,14 +42,20 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Part]], int]:
-    """Run these parts as the gate does, and return the exit code."""
+def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run these parts as the gate does, and return whether it is green."""
     monkeypatch.setattr(gate, "print_line", said.append)
-    monkeypatch.setattr(gate, "STAMPS", tmp_path / "stamps")
+    monkeypatch.setattr(gate, "changed_files", set)
     folder = tmp_path / "logs"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)
-    return lambda parts: gate.run(parts, Lanes(folder, said.append), is_whole=False)
+
+    def run_gate(parts: Sequence[Part]) -> bool:
+        results = gate.run(parts, Lanes(folder, said.append))
+        gate.print_counts(results)
+        return gate.is_green(results)
+
+    return run_gate
 
 
 def command(name: str, code: str, **more: object) -> Part:
@@ -63,54 +74,60 @@ def verdicts(said: Sequence[str]) -> dict[str, str]:
     return {cells[1]: cells[2] for cells in (list(map(str.strip, line.split("|"))) for line in lines)}
 
 
-def test_a_fault_of_form_ends_the_gate_and_the_other_first_part_is_shown_too(
-    run: Callable[[Sequence[Part]], int], said: list[str]
-) -> None:
+def test_a_fault_of_form_ends_the_gate_and_the_other_first_part_is_shown_too(run: Run, said: list[str]) -> None:
     parts = [
         command("form", "raise SystemExit('a wrong page')", is_first=True),
         command("types", "raise SystemExit('a wrong type')", is_first=True, lane=2),
         command("unit", ""),
     ]
-    assert run(parts) == 1
+    assert not run(parts)
     assert any("a wrong page" in line for line in said)
     assert any("a wrong type" in line for line in said)
     assert verdicts(said)["unit"] == "not run: form or types failed"
 
 
-def test_every_other_part_runs_to_its_end_and_the_gate_is_red(
-    run: Callable[[Sequence[Part]], int], said: list[str]
-) -> None:
+def test_every_other_part_runs_to_its_end_and_the_gate_is_red(run: Run, said: list[str]) -> None:
     parts = [
         command("first", "raise SystemExit(3)"),
         command("second", ""),
         command("build", "raise SystemExit(1)", lane=2),
         command("cluster", "", lane=2, after="build"),
     ]
-    assert run(parts) == 1
+    assert not run(parts)
     seen = verdicts(said)
     assert seen["first"] == "FAILED: exit code 3"
     assert seen["second"] == "passed"
     assert seen["cluster"] == "not run: build: FAILED"
 
 
-def test_a_part_that_hangs_is_ended_with_what_it_started(
-    run: Callable[[Sequence[Part]], int], said: list[str], tmp_path: Path
+def test_a_part_that_needs_a_skipped_one_is_skipped_for_its_own_reason(
+    run: Run, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    parts = [
+        Part("images", 60, ("false",), lane=2, needs=["KUBECONFIG"]),
+        Part("cluster", 60, ("false",), lane=2, after="images", needs=["KUBECONFIG"]),
+    ]
+    assert run(parts)
+    assert verdicts(said)["cluster"] == "skipped: KUBECONFIG is not set"
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started(run: Run, said: list[str], tmp_path: Path) -> None:
     started = tmp_path / "pid"
     code = (
         "import subprocess, sys, time, pathlib; child = subprocess.Popen(['sleep', '1000']); "
         f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); time.sleep(1000)"
     )
-    assert run([Part("hangs", 3, (sys.executable, "-c", code))]) == 1
-    assert verdicts(said)["hangs"] == "FAILED: not at its end after 3 s"
+    assert not run([Part("hangs", HANG_SECONDS, (sys.executable, "-c", code))])
+    assert verdicts(said)["hangs"] == f"FAILED: not at its end after {HANG_SECONDS} s"
     state = Path(f"/proc/{started.read_text()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_test_that_passes_alone_is_printed_as_flaky_and_the_gate_is_green(
-    run: Callable[[Sequence[Part]], int], said: list[str], tmp_path: Path
+    run: Run, said: list[str], tmp_path: Path
 ) -> None:
-    assert run([timed(FAILS_ONCE)]) == 0
+    assert run([timed(FAILS_ONCE)])
     printed = "\n".join(said)
     assert "FLAKY" in printed
     assert "the first time" in printed
@@ -118,17 +135,33 @@ def test_a_test_that_passes_alone_is_printed_as_flaky_and_the_gate_is_green(
     assert "2 passed, 0 failed, 0 skipped" in printed
 
 
-def test_a_test_that_fails_again_is_red(run: Callable[[Sequence[Part]], int], said: list[str], tmp_path: Path) -> None:
-    assert run([timed(FAILS)]) == 1
+def test_a_tree_is_stamped_only_if_it_was_committed_from_the_beginning(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "print_line", said.append)
+    monkeypatch.setattr(gate, "STAMPS", tmp_path)
+    monkeypatch.setattr(gate, "changed_files", set)
+    tree = gate.git("rev-parse", "HEAD^{tree}").strip()
+    monkeypatch.setattr(gate, "committed_tree", lambda: tree)
+    results = [Result("unit", Verdict.PASSED, 3.0, passed=7)]
+    for before in ("", "another tree"):
+        gate.write_stamp(before, results)
+    assert not list(tmp_path.iterdir())
+    gate.write_stamp(tree, results)
+    assert "| unit | passed | 3 | 7 |" in (tmp_path / tree).read_text()
+
+
+def test_a_test_that_fails_again_is_red(run: Run, said: list[str], tmp_path: Path) -> None:
+    assert not run([timed(FAILS)])
     assert any(line.startswith("FAILED") and "test_always_fails" in line for line in said)
     assert "0 passed, 1 failed, 0 skipped" in said
 
 
 def test_a_test_in_a_file_that_the_change_touches_gets_no_second_run(
-    run: Callable[[Sequence[Part]], int], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "changed_files", lambda: AnyFile())
-    assert run([timed(FAILS_ONCE)]) == 1
+    assert not run([timed(FAILS_ONCE)])
     assert not any("once more" in line for line in said)
 
 
@@ -139,18 +172,14 @@ class AnyFile(set[str]):
         return True
 
 
-def test_more_than_five_failures_are_no_accident(
-    run: Callable[[Sequence[Part]], int], said: list[str], tmp_path: Path
-) -> None:
+def test_more_than_five_failures_are_no_accident(run: Run, said: list[str], tmp_path: Path) -> None:
     source = "\n".join(f"def test_{number}():\n    assert False\n" for number in range(6))
-    assert run([timed(source)]) == 1
+    assert not run([timed(source)])
     assert any("none runs once more" in line for line in said)
 
 
-def test_a_test_that_waits_for_no_process_gets_no_second_run(
-    run: Callable[[Sequence[Part]], int], said: list[str], tmp_path: Path
-) -> None:
-    assert run([replace(timed(FAILS_ONCE), is_timed=False)]) == 1
+def test_a_test_that_waits_for_no_process_gets_no_second_run(run: Run, said: list[str], tmp_path: Path) -> None:
+    assert not run([replace(timed(FAILS_ONCE), is_timed=False)])
 
 
 def test_the_third_time_a_flaky_test_is_red() -> None:
@@ -194,3 +223,9 @@ def test_a_result_of_soak_is_recorded_in_its_row_and_has_an_age() -> None:
         "soak-fuzz: 7 days ago at abc1234: passed: 8 passed in 410 s",
         "soak-vllm: never recorded",
     ]
+
+
+def test_a_soak_whose_tests_were_all_skipped_has_not_passed() -> None:
+    assert soak_verdict(0, "8 passed, 1 skipped in 410 s") == "passed"
+    assert soak_verdict(0, "9 skipped in 0.3 s") == "SKIPPED"
+    assert soak_verdict(1, "1 failed in 2 s") == "FAILED, exit code 1"
