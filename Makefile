@@ -225,8 +225,10 @@ gate: $(INSTALLED) ## Run what a change must pass: form and types first, then al
 
 GATE_PARTS := unit integration runs vllm cluster
 .PHONY: $(GATE_PARTS:%=gate-%)
-gate-unit gate-integration gate-runs: gate-%: $(INSTALLED)
+gate-unit gate-runs: gate-%: $(INSTALLED)
 	$(BIN)/python -m tests.gate $*
+gate-integration: $(INSTALLED)
+	$(BIN)/python -m tests.gate integration envtest
 gate-vllm: $(INSTALLED)
 	$(BIN)/python -m tests.gate 'set-up of vllm' vllm
 gate-cluster: $(INSTALLED)

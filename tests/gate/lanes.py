@@ -34,11 +34,13 @@ class Lanes:
         self._is_ending = False
         self._reports = 0
         self._done: dict[str, threading.Event] = {}
+        self._builds: set[str] = set()
         self._results: dict[str, Result] = {}
 
     def run(self, parts: Sequence[Part]) -> list[Result]:
         """Run all parts, and return their results in the same order. An interrupt ends those that run."""
         self._done = {part.name: threading.Event() for part in parts}
+        self._builds = {part.name for part in parts if not part.tests}
         lanes = sorted({part.lane for part in parts})
         with self._heartbeat(), ThreadPoolExecutor(max(1, len(lanes))) as threads:
             running = [threads.submit(self._run_lane, [part for part in parts if part.lane == lane]) for lane in lanes]
@@ -85,11 +87,12 @@ class Lanes:
                 self._done[part.name].set()
 
     def _result(self, part: Part) -> Result:
-        if part.after in self._done:
-            self._done[part.after].wait()
-            before = self._results[part.after]
+        for name in part.after:
+            if name in self._done:
+                self._done[name].wait()
+        for before in [self._results[name] for name in part.after if name in self._builds]:
             if before.verdict in (Verdict.FAILED, Verdict.NOT_RUN):
-                return Result(part.name, Verdict.NOT_RUN, why=f"{part.after}: {before.verdict.value}")
+                return Result(part.name, Verdict.NOT_RUN, why=f"{before.part}: {before.verdict.value}")
         if self._is_ending:
             return Result(part.name, Verdict.NOT_RUN, why="interrupted")
         return self.run_one(part)
@@ -139,7 +142,7 @@ class Lanes:
 
 def rerun(part: Part, tests: Sequence[str], limit_seconds: float) -> Part:
     """Return the part that runs only these tests, one after the other."""
-    return replace(part, tests=tests, workers=0, limit_seconds=limit_seconds, after="")
+    return replace(part, tests=tests, workers=0, limit_seconds=limit_seconds, after=())
 
 
 def last_line(log: Path) -> str:
