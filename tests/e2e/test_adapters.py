@@ -46,6 +46,7 @@ async def test_an_adapter_is_trained_to_the_end_and_exported(tmp_path: Path) -> 
     assert (exported / "model.safetensors").exists()
 
 
+@pytest.mark.soak
 async def test_the_example_of_an_adapter_runs(tmp_path: Path) -> None:
     shutil.copy(EXAMPLE.parent / "sums.py", tmp_path)
     changes = ("trajectoryPool.batchSize=4", "trajectoryPool.groupSize=2", "rollout.workers=4", "inference.maxRows=4")

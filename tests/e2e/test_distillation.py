@@ -18,6 +18,7 @@ LAST = 10
 """Steps over which a reward is averaged."""
 
 
+@pytest.mark.soak
 async def test_the_example_of_distillation_runs(tmp_path: Path) -> None:
     """With random weights as the teacher: it teaches nothing, and is asked in each step."""
     shutil.copy(EXAMPLE.parent / "sort_digits.py", tmp_path)

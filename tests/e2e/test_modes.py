@@ -75,6 +75,7 @@ async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode
     assert max(staleness_of(run)) <= 2
 
 
+@pytest.mark.soak
 async def test_a_run_trains_with_corrections_and_with_penalties_on_length_and_distance(tmp_path: Path) -> None:
     loss = ("algorithm.loss=gspo", "algorithm.advantage=batch_mean_std", "algorithm.truncatedSamples=drop")
     penalties = ("algorithm.overlongPenalty={afterTokens: 0, fullTokens: 4}", "algorithm.klRewardCoefficient=0.1")
@@ -87,6 +88,7 @@ async def test_a_run_trains_with_corrections_and_with_penalties_on_length_and_di
     assert any(0 < line["left_out_fraction"] < 1 for line in metrics_of(run.folder) if "left_out_fraction" in line)
 
 
+@pytest.mark.soak
 async def test_a_run_with_truncated_sampling_trains_on_the_probabilities_that_its_tokens_were_drawn_with(
     tmp_path: Path,
 ) -> None:

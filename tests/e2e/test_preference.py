@@ -9,6 +9,7 @@ from tests.support.runs import metrics_of, running
 pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 
+@pytest.mark.soak
 async def test_a_run_trains_pairs_with_a_reference_model_that_moves(tmp_path: Path) -> None:
     loss = ("algorithm.loss=dpo", "algorithm.reference={type: average, decay: 0.5}", "algorithm.entropyCoefficient=0")
     short = ("trainer.steps=3", "trajectoryPool.batchSize=32", "rollout.workers=32", "validation=null")

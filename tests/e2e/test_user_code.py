@@ -116,6 +116,7 @@ async def test_a_loss_that_returns_no_loss_ends_the_run_and_is_named_in_its_stat
     assert "algorithm.loss mine:not_a_loss: returned float; a nexrl.algorithm.LossOutputs is needed" in output
 
 
+@pytest.mark.soak
 async def test_a_run_whose_loss_raises_ends_with_what_failed_and_why_and_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
     overrides = (*SHORT, "algorithm.loss=mine:broken", "failurePolicy.maxRestarts=0")

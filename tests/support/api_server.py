@@ -5,11 +5,13 @@ import os
 import shutil
 import ssl
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nexrl import parent_death
 from nexrl.local.components import free_ports
 from tests.support.patience import PatienceError, eventually_blocking
 
@@ -50,8 +52,10 @@ def api_server(folder: Path) -> Iterator[Path]:
     processes = []
     try:
         for command in commands:
+            # The servers end with this process: a killed test must leave none behind.
+            bound = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]
             with (folder / f"{Path(command[0]).name}.log").open("wb") as log:
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+                processes.append(subprocess.Popen(bound, stdout=log, stderr=log))
         kubeconfig = _kubeconfig(folder, secure)
         _wait(secure, processes, folder)
         yield kubeconfig
