@@ -54,6 +54,7 @@ async def dropped_samples(world: World) -> dict[str, int]:
     return {r.sample_id: r.batch_id for r in records if r.drop_reason == "training_failed"}
 
 
+@pytest.mark.gate
 async def test_a_batch_that_cannot_be_trained_is_dropped_and_named_and_the_run_ends(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int]
 ) -> None:
@@ -71,6 +72,7 @@ async def test_a_batch_that_cannot_be_trained_is_dropped_and_named_and_the_run_e
     assert f"dropped its samples {' '.join(world.steps[2])}" in written
 
 
+@pytest.mark.gate
 async def test_a_trainer_killed_between_the_two_failures_goes_on_counting_them(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int]
 ) -> None:
@@ -83,6 +85,7 @@ async def test_a_trainer_killed_between_the_two_failures_goes_on_counting_them(
         assert not (await world.pool.audit()).findings
 
 
+@pytest.mark.gate
 async def test_a_run_of_which_no_batch_can_be_trained_ends(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int]
 ) -> None:
@@ -93,6 +96,7 @@ async def test_a_run_of_which_no_batch_can_be_trained_ends(
 
 
 @pytest.mark.parametrize(("steps", "lives"), [(2, 2), (4, 3)])
+@pytest.mark.gate
 async def test_a_short_run_of_which_no_batch_can_be_trained_never_succeeds(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int], steps: int, lives: int
 ) -> None:

@@ -63,6 +63,7 @@ async def test_a_sample_of_one_byte_too_many_is_refused_with_both_sizes(pool: Po
     assert (await pool.state()).leased == 2  # the other one was not stored either
 
 
+@pytest.mark.gate
 async def test_a_batch_that_no_message_of_the_usual_size_could_hold_reaches_the_trainer(
     tmp_path: Path, redis: Redis, redis_url: str, experiment_name: str
 ) -> None:

@@ -107,6 +107,7 @@ async def test_a_gang_whose_ranks_are_killed_at_random_instants_has_the_weights_
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.gate
 async def test_sigterm_on_any_rank_ends_in_one_checkpoint(
     tmp_path: Path, redis_url: str, experiment_name: str, rank: int
 ) -> None:
@@ -151,6 +152,7 @@ def raises(inputs: LossInputs, ranks: str) -> LossOutputs:
 
 
 @pytest.mark.parametrize("ranks", ["1", *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in ("0", "01"))])
+@pytest.mark.gate
 async def test_code_of_the_user_that_raises_on_some_ranks_ends_the_trainer_for_that_reason(
     tmp_path: Path, redis_url: str, experiment_name: str, ranks: str
 ) -> None:

@@ -174,6 +174,7 @@ def saved_files(world: World) -> int:
 
 
 @pytest.mark.guide("A6", "D8", "J5", "J9", "J13", "L18")
+@pytest.mark.gate
 async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -286,6 +287,7 @@ IN_SOAK = {
 @pytest.mark.parametrize(
     "lost", [pytest.param(lost, marks=[pytest.mark.soak] if lost in IN_SOAK else []) for lost in LOSSES]
 )
+@pytest.mark.gate
 async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     tmp_path: Path, experiment_name: str, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +307,7 @@ async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     assert aside == {f"global_step_{step}.ahead-of-ledger" for step in loss.put_aside}
 
 
+@pytest.mark.gate
 async def test_a_trainer_without_a_checkpoint_that_fits_says_what_is_there_and_what_to_do(
     tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

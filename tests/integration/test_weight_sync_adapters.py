@@ -46,6 +46,7 @@ async def system(redis: Redis, experiment_name: str, tmp_path: Path) -> AsyncIte
 
 
 @pytest.mark.guide("L9", "L10")
+@pytest.mark.gate
 async def test_served_logprobs_are_the_trainers_after_each_sync_a_kill_and_a_late_start(system: AdapterSystem) -> None:
     system.start("a")
     system.start("b")
@@ -73,6 +74,7 @@ async def test_only_the_adapter_is_sent(system: AdapterSystem) -> None:
     assert manifest.nbytes < layout_of(model, policy_version=0, bucket_bytes=1).nbytes / 2
 
 
+@pytest.mark.gate
 async def test_a_replica_of_another_base_never_serves(
     system: AdapterSystem, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

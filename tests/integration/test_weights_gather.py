@@ -68,6 +68,7 @@ def padded_bytes(shape: tuple[int, ...], nbytes: int) -> int:
 
 @ONE_PAIR
 @given(llamas, bucket_sizes)
+@pytest.mark.gate
 def test_the_buckets_of_a_sharded_llama_are_those_of_the_whole_one(
     pair: Pair, case: LlamaCase, bucket_bytes: int
 ) -> None:
