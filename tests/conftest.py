@@ -1,6 +1,7 @@
 """Fixtures for all tests. One real redis-server per test process; each test has key names of its own."""
 
 import inspect
+import sys
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator
 
@@ -38,6 +39,16 @@ def _limit_seconds(item: pytest.Item) -> float:
         return float(marker.args[0])
     given = item.config.getoption("timeout")
     return float(given if given is not None else item.config.getini("timeout") or 0)
+
+
+@pytest.fixture(autouse=True)
+def forget_user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a test wrote and imported as user code is not what the next test imports under that name."""
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(written):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

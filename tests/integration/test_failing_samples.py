@@ -1,7 +1,6 @@
 """Samples that fail: real pool, rollout and controller. Only the engine and weight sync are fakes."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -104,7 +103,6 @@ def experiment(tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyP
     """Makes an experiment whose reward is a function of REWARDS."""
     (tmp_path / "mine.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
 
     def make(reward: str, **rollout: Any) -> Experiment:
         simple = {"type": "simple", "reward": f"mine:{reward}", "maxNewTokens": 8, "workers": 64, **rollout}

@@ -1,6 +1,5 @@
 """data.sampler: tasks are left out when their turn comes, by the rewards of their newest grants."""
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -184,7 +183,6 @@ async def test_a_function_that_does_not_return_is_named_and_tasks_are_read_meanw
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nexrl_data_reader.service.FUNCTION_SECONDS", 0.05)
-    monkeypatch.delitem(sys.modules, "shares", raising=False)  # it looks for the file beside itself
     async with reading(tmp_path, "hangs") as stub:
         try:
             with pytest.raises(FailedPreconditionError, match=r"shares:hangs\(train-3, None\) .* not returned within"):
