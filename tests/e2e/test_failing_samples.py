@@ -23,6 +23,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 async def test_the_status_of_a_run_that_goes_on_shows_the_samples_that_fail(root: Path) -> None:
     goes_on = "monitor.errors.policy=continue"
     async with running(root, *FAILING, goes_on) as run:

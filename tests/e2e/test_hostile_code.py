@@ -10,8 +10,9 @@ from tests.support.runs import NAME, nexrl, processes_in, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
+SHORT = "rollout.timeoutSeconds=5"
+"""Speed: of rewards that never return. Others have the usual limit, because a busy machine is slow."""
 LIMITS = (
-    "rollout.timeoutSeconds=1",
     "rollout.workers=64",
     "trajectoryPool.batchSize=64",
     "trajectoryPool.groupSize=64",  # a call of rewards for 64 samples: many that loop would starve the process
@@ -21,7 +22,7 @@ OFTEN = ("validation=null", "monitor.health.checkIntervalSeconds=1")
 HEAD = "import os, signal, time\n\n\ndef reward(task, text, is_finished):\n    "
 SAMPLES_FAIL = ("Failed (SamplesFailing), exit code 10: 100 % of the last ", " of rollout-0: ")
 FIX = ("REWARD_ERROR: reward of task train-", "fix the reward function; the limit is rollout.maxFailureRatio, 1")
-TOO_LONG = ("no result after 1 s; the reward at {file}:5 had not returned", "or raise rollout.timeoutSeconds")
+TOO_LONG = ("no result after 5 s; the reward at {file}:5 had not returned", "or raise rollout.timeoutSeconds")
 ENDED = ("Failed (ComponentFailed), exit code 10: rollout-0 ", "the limit of failurePolicy.maxRestarts")
 
 
@@ -31,6 +32,7 @@ class Fault:
 
     body: str
     says: tuple[str, ...]
+    settings: tuple[str, ...] = ()
 
 
 FAULTS = {
@@ -39,8 +41,8 @@ FAULTS = {
         (*SAMPLES_FAIL, *FIX, "ValueError ({file}:5): no grade for [/train-"),
     ),
     "returns NaN": Fault("return float('nan')", (*SAMPLES_FAIL, *FIX, "({file}:4) returned {{'reward': nan}}")),
-    "loops": Fault("while True: pass", (*SAMPLES_FAIL, *TOO_LONG)),
-    "sleeps": Fault("time.sleep(3600)", (*SAMPLES_FAIL, *TOO_LONG)),
+    "loops": Fault("while True: pass", (*SAMPLES_FAIL, *TOO_LONG), (SHORT,)),
+    "sleeps": Fault("time.sleep(3600)", (*SAMPLES_FAIL, *TOO_LONG), (SHORT,)),
     "exits": Fault("os._exit(42)", (*ENDED, "exit code 42, which is none of NexRL: your code or a library")),
     "is killed for memory": Fault(
         "os.kill(os.getpid(), signal.SIGKILL)",
@@ -52,7 +54,7 @@ FAULTS = {
 }
 
 
-IN_SOAK = {"returns NaN", "sleeps", "is killed for memory", "uses up memory", "prints without end"}
+IN_SOAK = {"returns NaN", "sleeps", "is killed for memory", "uses up memory", "prints without end", "exits", "forks"}
 """Faults that end like another one of FAULTS, or that tests/integration/test_failing_samples.py tries. Each takes a
 whole run, so only `make soak-runs` tries them here."""
 
@@ -63,7 +65,7 @@ whole run, so only `make soak-runs` tries them here."""
 async def test_run_with_a_hostile_reward_ends_and_its_status_says_why(tmp_path: Path, name: str) -> None:
     fault, file = FAULTS[name], tmp_path / "mine.py"
     file.write_text(f"{HEAD}{fault.body}\n")
-    async with running(tmp_path, "rollout.reward=mine:reward", *LIMITS, *OFTEN) as run:
+    async with running(tmp_path, "rollout.reward=mine:reward", *LIMITS, *fault.settings, *OFTEN) as run:
         await run.ends(TrainingFailedError.exit_code)
         assert not processes_in(tmp_path), "what user code has forked has ended, too"
     status = nexrl(tmp_path, "status", NAME).stdout

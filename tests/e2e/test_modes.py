@@ -55,7 +55,9 @@ def turns_of(trajectory: Trajectory) -> int:
 
 
 @pytest.mark.guide("L2", "L14", "L15", "Q26")
-@pytest.mark.parametrize(("mode", "granted"), [("batch-async", 3 * 32), ("fully-async", 160)])
+@pytest.mark.parametrize(
+    ("mode", "granted"), [pytest.param("batch-async", 3 * 32, marks=pytest.mark.soak), ("fully-async", 160)]
+)
 async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode: str, granted: int) -> None:
     settings = (f"weightSync.mode={mode}", "weightSync.stalenessThreshold=2", "rollout.workers=160", "validation=null")
     async with running(tmp_path, *SHORT, *settings) as run:
@@ -110,6 +112,7 @@ async def test_a_run_with_truncated_sampling_trains_on_the_probabilities_that_it
     assert not any("33" in text for _, text in ends)
 
 
+@pytest.mark.soak
 @pytest.mark.guide("L15", "L3", "A4")
 async def test_batch_async_with_two_of_each_replica_trains_within_the_staleness_threshold(tmp_path: Path) -> None:
     two_of_each = ("inference.replicas=2", "rollout.replicas=2", "trajectoryPool.replicas=2")
@@ -140,6 +143,7 @@ async def test_an_agent_in_mode_fully_async_is_trained_on_what_it_says_in_every_
     assert {trajectory.reward for trajectory in trajectories} >= {0.0, 1.0}
 
 
+@pytest.mark.soak  # the same worker: tests/integration/test_rollout.py
 @pytest.mark.guide("R3", "A2")
 async def test_a_worker_from_outside_the_tree_feeds_a_run_through_grpc_alone(tmp_path: Path) -> None:
     script = shutil.copy(CUSTOM_WORKER, tmp_path)

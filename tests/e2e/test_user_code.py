@@ -95,6 +95,7 @@ async def test_a_run_trains_with_loss_advantage_and_processor_of_the_user(tmp_pa
 
 
 @pytest.mark.guide("R3")
+@pytest.mark.soak
 async def test_a_run_takes_its_samples_from_a_worker_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
     (tmp_path / "my_worker.py").write_text(WORKER)

@@ -30,6 +30,8 @@ class Part:
     """Folders or node ids, of a part that is a run of pytest."""
     workers: int = 0
     """Processes of that run. 0: its own."""
+    spread: str = "worksteal"
+    """How tests are spread over them. `loadfile`: those of a file in one process, which shares its long fixtures."""
     python: str = sys.executable
     lane: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class Part:
         """Return the whole command. Pytest writes its `report` as XML."""
         if not self.tests:
             return [*self.command]
-        spread = ["-n", str(self.workers), "--dist", "worksteal"] if self.workers else []
+        spread = ["-n", str(self.workers), "--dist", self.spread] if self.workers else []
         written = [f"--junitxml={report}", "--override-ini=junit_family=xunit1", "--durations=12"]
         return [self.python, "-m", "pytest", "-m", "not soak", *spread, *written, *self.tests]
 
@@ -69,7 +71,7 @@ PARTS = (
     Part("unit", 1500, tests=["tests/unit"], workers=2),
     Part("integration", 1800, tests=["tests/integration"], workers=3, is_timed=True),
     Part("mutants", 900, (sys.executable, "-m", "tests.mutations", "--gate")),
-    Part("runs", 2400, tests=["tests/e2e"], workers=2, is_timed=True),
+    Part("runs", 2400, tests=["tests/e2e"], workers=2, spread="loadfile", is_timed=True),
     Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
     Part("vllm", 1500, tests=["tests/vllm"], python=VLLM_PYTHON, after=["set-up of vllm"], is_timed=True),
     Part("set-up of vllm", 1500, ("make", "setup-vllm"), lane=2, niceness=LOWEST),

@@ -95,7 +95,7 @@ async def test_a_run_of_which_no_batch_can_be_trained_ends(
         assert dict((await world.pool.state()).dropped) == {"training_failed": 3 * BATCH_SIZE}
 
 
-@pytest.mark.parametrize(("steps", "lives"), [(2, 2), (4, 3)])
+@pytest.mark.parametrize(("steps", "lives"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.soak)])
 @pytest.mark.gate
 async def test_a_short_run_of_which_no_batch_can_be_trained_never_succeeds(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int], steps: int, lives: int

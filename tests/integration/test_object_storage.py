@@ -331,7 +331,7 @@ async def test_a_trainer_that_has_lost_its_folder_makes_the_same_steps_from_the_
     assert f"checkpoints/global_step_4/{CHECKPOINT_MARKER}" in s3.names(f"lab/{world.experiment.metadata.name}")
 
 
-@pytest.mark.gate
+@pytest.mark.soak
 async def test_trainers_killed_while_they_copy_leave_a_complete_copy_and_the_same_weights(
     s3: S3Server, tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

@@ -275,6 +275,8 @@ LOSSES = {
 
 
 IN_SOAK = {
+    "steps and their checkpoints",
+    "an acknowledgement within a checkpoint",
     "a committed checkpoint",
     "a train batch",
     "a batch",

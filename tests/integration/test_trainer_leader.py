@@ -109,7 +109,7 @@ def test_an_adapter_of_two_ranks_continues_on_one_and_bit_for_bit_on_two(tmp_pat
     assert_close(done(tmp_path, 1, rest), alone._replace(figures=alone.figures[2:]))
 
 
-@pytest.mark.gate
+@pytest.mark.soak
 def test_a_checkpoint_of_a_16_bit_model_continues_bit_for_bit_on_two_ranks(tmp_path: Path) -> None:
     case = RankCase(STEPS[:4], {"loss": "reinforce"}, data_type="bfloat16")
     whole = done(tmp_path, 2, Work(case))

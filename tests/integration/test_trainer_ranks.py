@@ -44,7 +44,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     ranks.end()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:
     algorithm = {"aggregation": AGGREGATIONS.get(loss, "token"), "entropy_coefficient": 0.05, "kl_coefficient": 0.1}
@@ -77,7 +77,7 @@ def test_a_moving_reference_does_not_depend_on_the_number_of_ranks(
     assert_as_on_one_rank(train(case), by_rank)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_an_adapter_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:
     algorithm = {"loss": loss, "entropy_coefficient": 0.05, "kl_coefficient": 0.1}

@@ -134,8 +134,8 @@ async def test_replicas_whose_processes_are_killed_at_random_instants_have_the_w
         assert world.final_weights() == whole.final_weights()
 
 
-@pytest.mark.parametrize("target", ["main", pytest.param("rank", marks=pytest.mark.soak)])
-@pytest.mark.gate
+@pytest.mark.parametrize("target", ["main", "rank"])
+@pytest.mark.soak
 async def test_sigterm_on_another_replica_ends_in_one_checkpoint(
     tmp_path: Path, redis_url: str, experiment_name: str, target: str
 ) -> None:

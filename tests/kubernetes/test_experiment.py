@@ -16,6 +16,7 @@ def test_release_passes_its_own_tests(namespace: Namespace) -> None:
 
 
 @pytest.mark.guide("A1", "R2")
+@pytest.mark.soak
 def test_example_is_trained(namespace: Namespace) -> None:
     namespace.kubectl("apply", "--filename", str(SORT_DIGITS))
     ended = Running(namespace, "sort-digits").until("Complete")
@@ -24,6 +25,16 @@ def test_example_is_trained(namespace: Namespace) -> None:
     assert float(ended["status"]["progress"]["reward"]) >= 0.9
     assert_balanced(ended)
     namespace.kubectl("delete", "experiment", "sort-digits", WAIT)
+
+
+@pytest.mark.guide("A1", "R2")
+def test_first_steps_of_the_example_teach_it_something(namespace: Namespace) -> None:
+    with applied(namespace, sort_digits("first-steps", trainer__steps=100)) as running:
+        ended = running.until("Complete")
+        assert ended["status"]["phase"] == "Succeeded"
+        assert ended["status"]["progress"]["step"] == 100
+        assert float(ended["status"]["progress"]["reward"]) >= 0.2
+        assert_balanced(ended)
 
 
 @pytest.mark.vllm
