@@ -1,4 +1,4 @@
-"""A run whose trainer and replica share one GPU, with the real NCCL between them. It has not been run yet."""
+"""A run whose trainer and replica share one GPU, with the real NCCL between them."""
 
 from pathlib import Path
 

@@ -1,7 +1,6 @@
 """Weights by the real NCCL, between processes that share one GPU or have one each.
 
-Several processes on one GPU need NCCL 2.32, which PyTorch may not bring: `pip install nvidia-nccl-cu13==2.32.3`.
-Not one of these tests has been run yet.
+Several processes on one GPU need NCCL 2.30, which PyTorch may not bring: `pip install nvidia-nccl-cu13==2.32.3`.
 """
 
 import signal
@@ -68,8 +67,10 @@ def test_a_member_that_dies_or_hangs_in_a_broadcast_ends_no_other_process(
     request = Transfer(1, port, len(ends), 1, DEADLINE_SECONDS, rank, how)
     answers: list[Answer] = ends.ask(request, silent=rank)
     ends.kill(rank)
+    sent = version(1, CPU).manifest.digest
     for answer in answers:
-        assert "nccl transfer of epoch 1" in answer.error
+        # With NCCL 2.32 a member beside a dead replica may have got everything already.
+        assert "nccl transfer of epoch 1" in answer.error or (victim == "replica" and answer.digest == sent)
         assert answer.seconds < 3 * DEADLINE_SECONDS
         assert answer.computes
 
