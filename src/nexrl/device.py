@@ -25,8 +25,8 @@ def choose_device(field: str, name: str) -> torch.device:
 def exclude_cudnn_attention() -> None:
     """Take cuDNN's kernels out of PyTorch's choice for attention, in this process.
 
-    PyTorch 2.11 chooses them on Hopper in 16 bits, and they build a plan for each new shape. In the engine each decode step
-    has a new shape: 41 ms instead of 0.8 ms a step on an H200 (docs/reference/gpus.md).
+    PyTorch 2.11 chooses them on Hopper in 16 bits, and they build a plan for each new shape. In the engine each decode
+    step has a new shape: 41 ms instead of 0.8 ms a step on an H200 (docs/reference/gpus.md).
     """
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 

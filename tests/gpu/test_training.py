@@ -117,7 +117,9 @@ def test_memory_of_the_logits_is_that_of_one_chunk() -> None:
 
 def can_hold_two_ranks() -> bool:
     # Earlier versions of NCCL refuse two ranks on one GPU. torch.cuda.nccl.version() is what PyTorch was compiled with.
-    return torch.cuda.device_count() > 1 or (torch.cuda.is_available() and nccl_communicator.version() >= SHARED_GPU_NCCL)
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.device_count() > 1 or nccl_communicator.version() >= SHARED_GPU_NCCL
 
 
 @pytest.mark.skipif(not can_hold_two_ranks(), reason="two ranks need two GPUs, or NCCL 2.30 or later")
