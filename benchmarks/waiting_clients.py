@@ -31,7 +31,8 @@ from nexrl.spec import dump_resolved
 from nexrl.store import Redis, connect_redis
 from nexrl.v1 import data_loader_service_pb2 as pb
 from nexrl.v1.trajectory_pb2 import SampleLease
-from tests.support.pool import CALL_SECONDS, TAG, PoolClient
+from tests.support.patience import LIMIT_SECONDS
+from tests.support.pool import TAG, PoolClient
 from tests.support.redis import running_redis
 from tests.support.services import small_experiment
 
@@ -159,7 +160,7 @@ async def _wake_one(pool: PoolClient, held: list[SampleLease], woken: "Queue[Wok
     """Give back a sample that is held; seconds until a client has it, which is then held in its place."""
     began = time.monotonic()
     await _give_back(pool, [held.pop(0)])
-    sample_id, attempt, ended = await asyncio.to_thread(woken.get, timeout=CALL_SECONDS)
+    sample_id, attempt, ended = await asyncio.to_thread(woken.get, timeout=LIMIT_SECONDS)
     held.append(SampleLease(sample_id=sample_id, attempt=attempt))
     await asyncio.sleep(0.02)  # the client waits again by then
     return ended - began
@@ -169,12 +170,12 @@ async def _wake_all(pool: PoolClient, held: list[SampleLease], woken: "Queue[Wok
     """Give back as many samples as clients wait; seconds until the last was granted."""
     began = time.monotonic()
     await _give_back(pool, held)
-    return max([(await asyncio.to_thread(woken.get, timeout=CALL_SECONDS))[2] for _ in held]) - began
+    return max([(await asyncio.to_thread(woken.get, timeout=LIMIT_SECONDS))[2] for _ in held]) - began
 
 
 async def _give_back(pool: PoolClient, samples: list[SampleLease]) -> None:
     request = pb.ReturnSamplesRequest(request_id=new_request_id(), model_tag=TAG, samples=samples)
-    answer = await call(pool.loader.ReturnSamples, request, timeout_seconds=CALL_SECONDS)
+    answer = await call(pool.loader.ReturnSamples, request, timeout_seconds=LIMIT_SECONDS)
     assert answer.returned == len(samples)
 
 

@@ -4,11 +4,12 @@
 //   node examples/agent-elsewhere/agent.mjs http://127.0.0.1:PORT
 
 import { randomUUID } from "node:crypto";
-import { argv, stderr, stdout } from "node:process";
+import { argv, env, stderr, stdout } from "node:process";
 import { setTimeout as sleep } from "node:timers/promises";
 
 const AT_ONCE = 32;
-const GATEWAY_SECONDS = 60; // a gateway that starts, or is started again, answers within this time
+// A gateway that starts, or is started again, answers within this time.
+const GATEWAY_SECONDS = Number(env.GATEWAY_SECONDS ?? 60);
 const gateway = argv[2];
 
 /** The gateway has answered that it will not do what was asked. */

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import metrics_of, nexrl, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 30
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora-sums" / "experiment.yaml"
@@ -25,7 +25,6 @@ async def test_an_adapter_is_trained_to_the_end_and_exported(tmp_path: Path) -> 
         "algorithm.klCoefficient=0.001",
         "weightSync.mode=sync",
         f"trainer.steps={STEPS}",
-        seconds=200,
     ) as run:
         await run.until_step(12)
         trainer = await run.process("trainer")
@@ -42,14 +41,15 @@ async def test_an_adapter_is_trained_to_the_end_and_exported(tmp_path: Path) -> 
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (8, 32, "LORA")
     assert not (checkpoint / "model.safetensors").exists()
     exported = tmp_path / "exported"
-    exporting = nexrl(tmp_path, "export", str(checkpoint), str(exported), seconds=60)
+    exporting = nexrl(tmp_path, "export", str(checkpoint), str(exported))
     assert exporting.returncode == 0, exporting.stderr
     assert (exported / "model.safetensors").exists()
 
 
+@pytest.mark.soak
 async def test_the_example_of_an_adapter_runs(tmp_path: Path) -> None:
     shutil.copy(EXAMPLE.parent / "sums.py", tmp_path)
     changes = ("trajectoryPool.batchSize=4", "trajectoryPool.groupSize=2", "rollout.workers=4", "inference.maxRows=4")
-    async with running(tmp_path, *changes, "trainer.steps=2", seconds=280, file=EXAMPLE) as run:
+    async with running(tmp_path, *changes, "trainer.steps=2", file=EXAMPLE) as run:
         await run.ends()
     assert (tmp_path / "lora-sums" / "checkpoints" / "global_step_2" / "adapter_model.safetensors").exists()

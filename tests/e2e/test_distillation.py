@@ -10,7 +10,7 @@ from nexrl.models import build_model, save_architecture
 from nexrl.spec import load_experiment
 from tests.support.runs import Run, metrics_of, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort-digits" / "distillation.yaml"
 TEACHER_STEPS, STUDENT_STEPS = 120, 160
@@ -18,6 +18,7 @@ LAST = 10
 """Steps over which a reward is averaged."""
 
 
+@pytest.mark.soak
 async def test_the_example_of_distillation_runs(tmp_path: Path) -> None:
     """With random weights as the teacher: it teaches nothing, and is asked in each step."""
     shutil.copy(EXAMPLE.parent / "sort_digits.py", tmp_path)
@@ -31,15 +32,14 @@ async def test_the_example_of_distillation_runs(tmp_path: Path) -> None:
         "rollout.workers=8",
         f"algorithm.teacher.path={teacher}",
     )
-    async with running(tmp_path, *changes, seconds=120, file=EXAMPLE) as run:
+    async with running(tmp_path, *changes, file=EXAMPLE) as run:
         await run.ends()
     steps = [line for line in metrics_of(tmp_path / "sort-digits-student") if "teacher_kl" in line]
     assert len(steps) == 2
     assert all(line["teacher_kl"] != 0 for line in steps)
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(600)
+@pytest.mark.soak
 async def test_a_student_without_rewards_reaches_the_reward_of_its_teacher(tmp_path: Path) -> None:
     """The teacher learns from rewards. The student, from other random weights, from the teacher alone."""
     for folder in ("teacher", "student"):
@@ -64,7 +64,7 @@ async def test_a_student_without_rewards_reaches_the_reward_of_its_teacher(tmp_p
 
 
 async def learned(root: Path, *changes: str) -> Run:
-    async with running(root, "validation=null", "weightSync.mode=sync", *changes, seconds=280) as run:
+    async with running(root, "validation=null", "weightSync.mode=sync", *changes) as run:
         await run.ends()
     return run
 

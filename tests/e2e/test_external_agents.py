@@ -11,22 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import NAME, Run, eventually, metrics_of, nexrl, running
+from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.runs import NAME, Run, metrics_of, nexrl, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent-elsewhere"
 STEPS = 12
-SHORT = (
-    *(f"metadata.name={NAME}", f"trainer.steps={STEPS}", "checkpoint.everySteps=4"),
-    *("trajectoryPool.batchSize=32", "rollout.leaseSeconds=5", "rollout.timeoutSeconds=5"),
-)
-AUDIT_SECONDS = 60.0
+SHORT = (f"metadata.name={NAME}", f"trainer.steps={STEPS}", "checkpoint.everySteps=4", "trajectoryPool.batchSize=32")
+# Episodes of an agent or a gateway that was killed come back when these times have passed.
+AFTER_KILLS = ("rollout.leaseSeconds=5", "rollout.timeoutSeconds=5")
 
 
 @pytest.mark.guide("R3")
 async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_path: Path) -> None:
-    async with running(tmp_path, *SHORT, seconds=200, file=EXAMPLE / "experiment.yaml") as run:
+    async with running(tmp_path, *SHORT, *AFTER_KILLS, file=EXAMPLE / "experiment.yaml") as run:
         first = await agent(run)
         await run.until_step(3)
         first.kill()  # its episodes end at their time limit, and are granted to the next agent
@@ -40,7 +39,7 @@ async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_pat
         second.kill()
         await second.wait()
     assert {line["step"] for line in metrics_of(run.folder) if "loss" in line} == {*range(1, STEPS + 1)}
-    audit = nexrl(tmp_path, "audit", NAME, seconds=AUDIT_SECONDS)
+    audit = nexrl(tmp_path, "audit", NAME)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert "every sample is accounted for exactly once" in audit.stdout
 
@@ -48,12 +47,16 @@ async def test_agent_and_gateway_may_be_killed_in_the_middle_of_episodes(tmp_pat
 @pytest.mark.guide("R3")
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js: `node` on the PATH")
 async def test_an_agent_in_another_language_needs_http_alone(tmp_path: Path) -> None:
-    async with running(tmp_path, *SHORT, "trainer.steps=4", seconds=200, file=EXAMPLE / "experiment.yaml") as run:
-        process = await asyncio.create_subprocess_exec(
-            "node", str(EXAMPLE / "agent.mjs"), await address_of(run, "gateway_http"), stdout=subprocess.PIPE
-        )
-        said, _ = await process.communicate()
-        await run.ends()
+    async with running(tmp_path, *SHORT, "trainer.steps=4", file=EXAMPLE / "experiment.yaml") as run:
+        early = await agent_in_javascript(run, LIMIT_SECONDS)  # before the gateway listens
+        try:
+            await run.until_step(1)
+            late = await agent_in_javascript(run, 1.0)  # now the gateway listens, and does so until the run ends
+            await run.ends()
+            said, _ = await late.communicate()
+        finally:
+            early.kill()
+            await early.wait()
     assert said.startswith(b"the run is over: ")
     assert {line["step"] for line in metrics_of(run.folder) if "loss" in line} == {1, 2, 3, 4}
 
@@ -64,8 +67,15 @@ async def agent(run: Run) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(sys.executable, script, await address_of(run, "gateway"), cwd=run.root)
 
 
+async def agent_in_javascript(run: Run, gateway_seconds: float) -> asyncio.subprocess.Process:
+    """Start the example's other agent. It ends when the gateway has not answered for `gateway_seconds`."""
+    script, address = str(EXAMPLE / "agent.mjs"), await address_of(run, "gateway_http")
+    environment = {**os.environ, "GATEWAY_SECONDS": str(gateway_seconds)}
+    return await asyncio.create_subprocess_exec("node", script, address, env=environment, stdout=subprocess.PIPE)
+
+
 async def address_of(run: Run, name: str) -> str:
     endpoints = run.folder / "endpoints.json"
-    await eventually(endpoints.exists, seconds=60)
+    await eventually(endpoints.exists, "the run has addresses")
     address: str = json.loads(endpoints.read_text())[name]
     return address

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import NAME, eventually, nexrl, running
+from tests.support.patience import eventually
+from tests.support.runs import NAME, nexrl, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
-RUN_SECONDS = 90.0
-COMMAND_SECONDS = 30.0
 REWARD = """
 def reward(task, text, is_finished):
     raise ValueError(f"no grade for [/{task['id']}]")
@@ -24,15 +23,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 async def test_the_status_of_a_run_that_goes_on_shows_the_samples_that_fail(root: Path) -> None:
     goes_on = "monitor.errors.policy=continue"
-    async with running(root, *FAILING, goes_on, seconds=RUN_SECONDS) as run:
+    async with running(root, *FAILING, goes_on) as run:
         await run.until(lambda experiment: bool(experiment.failing_samples))
-        status = nexrl(root, "status", NAME, seconds=COMMAND_SECONDS)
+        status = nexrl(root, "status", NAME)
         assert (status.returncode, run.launcher.returncode) == (0, None)
-        await eventually(
-            lambda: "samples fail 100 % of the last " in (root / "output").read_text(), seconds=COMMAND_SECONDS
-        )
+        await eventually(lambda: "samples fail 100 % of the last " in (root / "output").read_text())
     told = " ".join(status.stdout.split())
     assert "copy-digits: Running" in told
     assert "samples fail: 100 % of the last " in told

@@ -8,12 +8,11 @@ import pytest
 from nexrl.errors import TrainingFailedError
 from tests.support.runs import NAME, nexrl, processes_in, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
-RUN_SECONDS = 200.0
-STATUS_SECONDS = 60.0
+SHORT = "rollout.timeoutSeconds=5"
+"""Speed: of rewards that never return. Others have the usual limit, because a busy machine is slow."""
 LIMITS = (
-    "rollout.timeoutSeconds=1",
     "rollout.workers=64",
     "trajectoryPool.batchSize=64",
     "trajectoryPool.groupSize=64",  # a call of rewards for 64 samples: many that loop would starve the process
@@ -23,7 +22,7 @@ OFTEN = ("validation=null", "monitor.health.checkIntervalSeconds=1")
 HEAD = "import os, signal, time\n\n\ndef reward(task, text, is_finished):\n    "
 SAMPLES_FAIL = ("Failed (SamplesFailing), exit code 10: 100 % of the last ", " of rollout-0: ")
 FIX = ("REWARD_ERROR: reward of task train-", "fix the reward function; the limit is rollout.maxFailureRatio, 1")
-TOO_LONG = ("no result after 1 s; the reward at {file}:5 had not returned", "or raise rollout.timeoutSeconds")
+TOO_LONG = ("no result after 5 s; the reward at {file}:5 had not returned", "or raise rollout.timeoutSeconds")
 ENDED = ("Failed (ComponentFailed), exit code 10: rollout-0 ", "the limit of failurePolicy.maxRestarts")
 
 
@@ -33,6 +32,7 @@ class Fault:
 
     body: str
     says: tuple[str, ...]
+    settings: tuple[str, ...] = ()
 
 
 FAULTS = {
@@ -41,8 +41,8 @@ FAULTS = {
         (*SAMPLES_FAIL, *FIX, "ValueError ({file}:5): no grade for [/train-"),
     ),
     "returns NaN": Fault("return float('nan')", (*SAMPLES_FAIL, *FIX, "({file}:4) returned {{'reward': nan}}")),
-    "loops": Fault("while True: pass", (*SAMPLES_FAIL, *TOO_LONG)),
-    "sleeps": Fault("time.sleep(3600)", (*SAMPLES_FAIL, *TOO_LONG)),
+    "loops": Fault("while True: pass", (*SAMPLES_FAIL, *TOO_LONG), (SHORT,)),
+    "sleeps": Fault("time.sleep(3600)", (*SAMPLES_FAIL, *TOO_LONG), (SHORT,)),
     "exits": Fault("os._exit(42)", (*ENDED, "exit code 42, which is none of NexRL: your code or a library")),
     "is killed for memory": Fault(
         "os.kill(os.getpid(), signal.SIGKILL)",
@@ -54,20 +54,21 @@ FAULTS = {
 }
 
 
-IN_SOAK = {"is killed for memory", "uses up memory", "prints without end"}
-"""Faults that end like another one of FAULTS. Each takes a whole run, so only `make soak` tries them."""
+IN_SOAK = {"returns NaN", "sleeps", "is killed for memory", "uses up memory", "prints without end", "exits", "forks"}
+"""Faults that end like another one of FAULTS, or that tests/integration/test_failing_samples.py tries. Each takes a
+whole run, so only `make soak-runs` tries them here."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.chaos] if name in IN_SOAK else []) for name in FAULTS]
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in IN_SOAK else []) for name in FAULTS]
 )
 async def test_run_with_a_hostile_reward_ends_and_its_status_says_why(tmp_path: Path, name: str) -> None:
     fault, file = FAULTS[name], tmp_path / "mine.py"
     file.write_text(f"{HEAD}{fault.body}\n")
-    async with running(tmp_path, "rollout.reward=mine:reward", *LIMITS, *OFTEN, seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, "rollout.reward=mine:reward", *LIMITS, *fault.settings, *OFTEN) as run:
         await run.ends(TrainingFailedError.exit_code)
         assert not processes_in(tmp_path), "what user code has forked has ended, too"
-    status = nexrl(tmp_path, "status", NAME, seconds=STATUS_SECONDS).stdout
+    status = nexrl(tmp_path, "status", NAME).stdout
     output = (tmp_path / "output").read_text()
     for part in fault.says:
         assert part.format(file=file) in status

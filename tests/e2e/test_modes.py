@@ -13,14 +13,14 @@ from nexrl.rpc.client import call, connect
 from nexrl.v1.trajectory_pb2 import Trajectory
 from nexrl.v1.trajectory_pool_service_pb2 import GetTrajectoryPoolStateRequest
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
+from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.runs import Run, batches_of, metrics_of, running
 
 if TYPE_CHECKING:
     from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceAsyncStub
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
-RUN_SECONDS = 150.0
 STEPS = 15
 SHORT = (f"trainer.steps={STEPS}", "trajectoryPool.batchSize=32", "rollout.workers=64")
 CUSTOM_WORKER = Path(__file__).parents[2] / "examples" / "custom_rollout_worker.py"
@@ -28,7 +28,7 @@ CUSTOM_WORKER = Path(__file__).parents[2] / "examples" / "custom_rollout_worker.
 
 async def ended_well(root: Path, *overrides: str) -> Run:
     """A short run that has succeeded."""
-    async with running(root, *SHORT, *overrides, seconds=RUN_SECONDS) as run:
+    async with running(root, *SHORT, *overrides) as run:
         await run.ends()
     return run
 
@@ -45,7 +45,7 @@ async def address_of(run: Run, name: str) -> str:
 
 async def granted_by(pool: "TrajectoryPoolServiceAsyncStub") -> int:
     """Samples that the pool has granted so far."""
-    state = await call(pool.GetTrajectoryPoolState, GetTrajectoryPoolStateRequest(), timeout_seconds=RUN_SECONDS)
+    state = await call(pool.GetTrajectoryPoolState, GetTrajectoryPoolStateRequest(), timeout_seconds=LIMIT_SECONDS)
     return sum(pool.granted for pool in state.pools)
 
 
@@ -55,16 +55,21 @@ def turns_of(trajectory: Trajectory) -> int:
 
 
 @pytest.mark.guide("L2", "L14", "L15", "Q26")
-@pytest.mark.parametrize(("mode", "granted"), [("batch-async", 3 * 32), ("fully-async", 160)])
+@pytest.mark.parametrize(
+    ("mode", "granted"), [pytest.param("batch-async", 3 * 32, marks=pytest.mark.soak), ("fully-async", 160)]
+)
 async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode: str, granted: int) -> None:
     settings = (f"weightSync.mode={mode}", "weightSync.stalenessThreshold=2", "rollout.workers=160", "validation=null")
-    async with running(tmp_path, *SHORT, *settings, seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *SHORT, *settings) as run:
         run.hold()
         await run.until(lambda experiment: experiment.progress.policy_version == 0)
         async with connect(await address_of(run, "trajectory-pool")) as channel:
             pool: TrajectoryPoolServiceAsyncStub = TrajectoryPoolServiceStub(channel)
-            while (await granted_by(pool)) < granted:  # noqa: ASYNC110  # there is no event to wait for
-                await asyncio.sleep(0.1)
+
+            async def are_granted() -> bool:
+                return await granted_by(pool) >= granted
+
+            await eventually(are_granted)
             await asyncio.sleep(1)  # enough for a grant that must not come
             assert await granted_by(pool) == granted
         run.release()
@@ -72,6 +77,7 @@ async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode
     assert max(staleness_of(run)) <= 2
 
 
+@pytest.mark.soak
 async def test_a_run_trains_with_corrections_and_with_penalties_on_length_and_distance(tmp_path: Path) -> None:
     loss = ("algorithm.loss=gspo", "algorithm.advantage=batch_mean_std", "algorithm.truncatedSamples=drop")
     penalties = ("algorithm.overlongPenalty={afterTokens: 0, fullTokens: 4}", "algorithm.klRewardCoefficient=0.1")
@@ -84,6 +90,7 @@ async def test_a_run_trains_with_corrections_and_with_penalties_on_length_and_di
     assert any(0 < line["left_out_fraction"] < 1 for line in metrics_of(run.folder) if "left_out_fraction" in line)
 
 
+@pytest.mark.soak
 async def test_a_run_with_truncated_sampling_trains_on_the_probabilities_that_its_tokens_were_drawn_with(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +112,7 @@ async def test_a_run_with_truncated_sampling_trains_on_the_probabilities_that_it
     assert not any("33" in text for _, text in ends)
 
 
+@pytest.mark.soak
 @pytest.mark.guide("L15", "L3", "A4")
 async def test_batch_async_with_two_of_each_replica_trains_within_the_staleness_threshold(tmp_path: Path) -> None:
     two_of_each = ("inference.replicas=2", "rollout.replicas=2", "trajectoryPool.replicas=2")
@@ -135,10 +143,11 @@ async def test_an_agent_in_mode_fully_async_is_trained_on_what_it_says_in_every_
     assert {trajectory.reward for trajectory in trajectories} >= {0.0, 1.0}
 
 
+@pytest.mark.soak  # the same worker: tests/integration/test_rollout.py
 @pytest.mark.guide("R3", "A2")
 async def test_a_worker_from_outside_the_tree_feeds_a_run_through_grpc_alone(tmp_path: Path) -> None:
     script = shutil.copy(CUSTOM_WORKER, tmp_path)
-    async with running(tmp_path, *SHORT, "rollout.replicas=0", seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *SHORT, "rollout.replicas=0") as run:
         await run.until(lambda experiment: experiment.progress.policy_version == 0)
         addresses = {module.name: module.address for module in (await run.activity()).modules}
         assert not [name for name in run.processes if name.startswith("rollout")]

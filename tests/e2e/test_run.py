@@ -1,7 +1,6 @@
 """A run from beginning to end, as its user sees it: one run of 100 steps for all tests of this module."""
 
 import asyncio
-import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,8 @@ from nexrl.rpc.client import call, connect
 from nexrl.spec import load_resolved
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
+from tests.support.once import once
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.runs import (
     EXPERIMENT,
     NAME,
@@ -31,14 +32,10 @@ from tests.support.runs import (
     running,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e]
 
 STEPS = 100
 BATCH_SIZE = 128
-RUN_SECONDS = 200.0
-CALL_SECONDS = 30.0
-LOOK_SECONDS = 70.0
-"""Longest time of a command that starts processes of its own."""
 CHILDREN = {
     "redis",
     "controller",
@@ -55,16 +52,12 @@ Seen = Mapping[str, Any]
 
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Seen:
-    """What was seen of the run while it was on, as JSON. Parallel test processes share one run."""
+    """What was seen of the run while it was on, as JSON. Parallel test processes share one run, and its failure."""
     folder = tmp_path_factory.getbasetemp()
     root = (folder if worker_id == "master" else folder.parent) / "one-run"
     root.mkdir(exist_ok=True)
-    facts = root / "seen.json"
-    with (root / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not facts.exists():
-            facts.write_text(json.dumps(asyncio.run(_run_and_look(root))))
-    return json.loads(facts.read_text())  # type: ignore[no-any-return]
+    found: Seen = once(root / "seen.json", lambda: asyncio.run(_run_and_look(root)))
+    return found
 
 
 @pytest.fixture
@@ -74,7 +67,10 @@ def folder(seen: Seen) -> Path:
 
 
 async def _run_and_look(root: Path) -> dict[str, Any]:
-    async with running(root, f"trainer.steps={STEPS}", "checkpoint.everySteps=40", seconds=RUN_SECONDS) as run:
+    async with (
+        asyncio.timeout(LIMIT_SECONDS),
+        running(root, f"trainer.steps={STEPS}", "checkpoint.everySteps=40") as run,
+    ):
         await run.until_step(1)
         run.hold()
         facts = await _look(run)
@@ -108,7 +104,7 @@ def _controller_metrics_url(folder: Path) -> str:
 async def _health(address: str) -> int:
     async with connect(address) as channel:
         health: Any = HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_SECONDS)
     return int(answer.status)
 
 
@@ -121,7 +117,7 @@ async def _pool(address: str) -> dict[str, int]:
     async with connect(address) as channel:
         request = pool_pb.GetTrajectoryPoolStateRequest()
         stub = TrajectoryPoolServiceStub(channel)
-        answer = await call(stub.GetTrajectoryPoolState, request, timeout_seconds=CALL_SECONDS)
+        answer = await call(stub.GetTrajectoryPoolState, request, timeout_seconds=LIMIT_SECONDS)
     return {"granted": answer.pools[0].granted, "imbalance": answer.pools[0].imbalance}
 
 
@@ -231,7 +227,7 @@ def test_the_samples_of_a_live_run_are_listed_with_where_they_are(seen: Seen) ->
 
 def test_a_trained_sample_is_found_in_its_batch_and_drawn_again_alike(folder: Path) -> None:
     number = 80  # whose policy version a checkpoint holds
-    listed = nexrl(folder.parent, "traj", "list", NAME, "--batch", str(number), "--json", seconds=LOOK_SECONDS)
+    listed = nexrl(folder.parent, "traj", "list", NAME, "--batch", str(number), "--json")
     assert listed.returncode == 0, listed.stderr
     lines = {line["sample"]: line for line in map(json.loads, listed.stdout.splitlines())}
     samples = {sample.sample_id: sample for group in batches_of(folder)[number].groups for sample in group.samples}
@@ -240,9 +236,9 @@ def test_a_trained_sample_is_found_in_its_batch_and_drawn_again_alike(folder: Pa
         name: list(sample.trajectories[0].token_ids) for name, sample in samples.items()
     }
     longest = max(lines.values(), key=lambda line: len(line["token_ids"]))["sample"]
-    shown = nexrl(folder.parent, "traj", "get", NAME, longest, "--json", seconds=LOOK_SECONDS)
+    shown = nexrl(folder.parent, "traj", "get", NAME, longest, "--json")
     assert json.loads(shown.stdout)["trajectories"][0]["token_ids"] == lines[longest]["token_ids"]
-    replayed = nexrl(folder.parent, "traj", "replay", NAME, longest, seconds=LOOK_SECONDS)
+    replayed = nexrl(folder.parent, "traj", "replay", NAME, longest)
     assert replayed.returncode == 0, replayed.stderr
     assert f"policy version {number}" in replayed.stdout
     assert "equal" in replayed.stdout
@@ -271,7 +267,7 @@ def test_an_evaluation_of_a_checkpoint_finds_what_the_run_has_measured_and_keeps
 ) -> None:
     checkpoint = folder / "checkpoints" / f"global_step_{STEPS}"
     arguments = ("eval", str(copy_experiment(tmp_path)), "--checkpoint", str(checkpoint), "--out", "measured")
-    ended = nexrl(tmp_path, *arguments, seconds=RUN_SECONDS)
+    ended = nexrl(tmp_path, *arguments)
     assert ended.returncode == 0, ended.stderr
     results = json.loads((tmp_path / "measured" / "eval.json").read_text())
     expected = metrics_of(folder)[-1]
@@ -281,7 +277,7 @@ def test_an_evaluation_of_a_checkpoint_finds_what_the_run_has_measured_and_keeps
     }
     assert (results["tasks"], results["samples"], results["failed_samples"]) == (16, 16, 0)
     assert "standard error" in ended.stdout
-    listed = nexrl(tmp_path, "traj", "list", "./measured", "--json", seconds=LOOK_SECONDS)
+    listed = nexrl(tmp_path, "traj", "list", "./measured", "--json")
     rewards = [json.loads(line)["reward"] for line in listed.stdout.splitlines()]
     assert sum(rewards) / 16 == pytest.approx(results["scores"]["reward"]["mean"])
     assert not processes_in(tmp_path)

@@ -14,9 +14,8 @@ from nexrl_operator.authority import Issued, issue
 from tests.support.certificates import OTHERS, OURS, Authority, environment, write
 from tests.support.runs import Run, nexrl, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
-RUN_SECONDS = 150.0
 STEPS = 20
 
 
@@ -27,7 +26,7 @@ async def test_a_run_goes_on_while_its_certificates_and_its_authority_are_replac
     for name, value in environment(first.write(tmp_path / "tls")).items():
         monkeypatch.setenv(name, value)
     small = (f"trainer.steps={STEPS}", "trajectoryPool.batchSize=32", "rollout.workers=64")
-    async with running(tmp_path, *small, seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *small) as run:
         step = await run.until_step(1)
         await _refuses_strangers(run, first)
         # The way to replace an authority: all trust both, all show the new one's, nobody trusts the old one.
@@ -40,7 +39,7 @@ async def test_a_run_goes_on_while_its_certificates_and_its_authority_are_replac
     assert not [name for name, log in logs.items() if "Traceback" in log]
     assert [name for name, log in logs.items() if "SSL" in log] == ["controller"]  # by whom strangers were refused
     assert {name for name, log in logs.items() if "reloaded the certificate" in log} >= {"trainer", "rollout-0"}
-    audited = nexrl(tmp_path, "audit", str(run.folder), seconds=60)
+    audited = nexrl(tmp_path, "audit", str(run.folder))
     assert audited.returncode == 0, audited.stdout + audited.stderr
 
 

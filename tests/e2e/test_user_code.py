@@ -7,9 +7,8 @@ import pytest
 
 from tests.support.runs import batches_of, metrics_of, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
-RUN_SECONDS = 150.0
 STEPS = 6
 SHORT = (f"trainer.steps={STEPS}", "trajectoryPool.batchSize=32", "rollout.workers=64", "validation=null")
 
@@ -88,7 +87,7 @@ class Mine(RolloutWorker):
 async def test_a_run_trains_with_loss_advantage_and_processor_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
     algorithm = ("algorithm.loss=mine:loss", "algorithm.lossConfig={clip: 0.2}", "algorithm.advantage=mine:advantage")
-    async with running(tmp_path, *SHORT, *algorithm, "algorithm.processor=mine:Mine", seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *SHORT, *algorithm, "algorithm.processor=mine:Mine") as run:
         await run.ends()
     steps = [line for line in metrics_of(run.folder) if "mine/drift" in line]
     assert len(steps) == STEPS
@@ -96,31 +95,33 @@ async def test_a_run_trains_with_loss_advantage_and_processor_of_the_user(tmp_pa
 
 
 @pytest.mark.guide("R3")
+@pytest.mark.soak
 async def test_a_run_takes_its_samples_from_a_worker_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
     (tmp_path / "my_worker.py").write_text(WORKER)
     worker = ("rollout.type=worker", "rollout.worker=my_worker:Mine", "rollout.reward=null")
     loss = ("algorithm.loss=mine:loss", "algorithm.lossConfig={clip: 0.2}")
-    async with running(tmp_path, *SHORT, *worker, *loss, seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *SHORT, *worker, *loss) as run:
         await run.ends()
     assert len([line for line in metrics_of(run.folder) if "reward_mean" in line]) == STEPS
     samples = [sample for batch in batches_of(run.folder) for group in batch.groups for sample in group.samples]
     assert {name for sample in samples for name in sample.trajectories[0].columns} == {"weight"}
 
 
-@pytest.mark.chaos  # the run ends as in the next test; the message: tests/unit/nexrl_trainer/test_user_loss.py
+@pytest.mark.soak  # the run ends as in the next test; the message: tests/unit/nexrl_trainer/test_user_loss.py
 async def test_a_loss_that_returns_no_loss_ends_the_run_and_is_named_in_its_status(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
-    async with running(tmp_path, *SHORT, "algorithm.loss=mine:not_a_loss", seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *SHORT, "algorithm.loss=mine:not_a_loss") as run:
         await run.ends(10)
     output = (tmp_path / "output").read_text()
     assert "algorithm.loss mine:not_a_loss: returned float; a nexrl.algorithm.LossOutputs is needed" in output
 
 
+@pytest.mark.soak
 async def test_a_run_whose_loss_raises_ends_with_what_failed_and_why_and_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ALGORITHM)
     overrides = (*SHORT, "algorithm.loss=mine:broken", "failurePolicy.maxRestarts=0")
-    async with running(tmp_path, *overrides, seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *overrides) as run:
         await run.ends(10)
     output = (tmp_path / "output").read_text()
     assert '"level"' not in output, "no line of a log"
@@ -139,7 +140,7 @@ async def test_a_run_whose_loss_raises_ends_with_what_failed_and_why_and_what_to
     policy_gradient = "-(inputs.weights_T * inputs.advantages_T * inputs.logprobs_T).sum()"
     correct = f"return LossOutputs({policy_gradient}, inputs.logprobs_T.isnan())"
     (tmp_path / "mine.py").write_text(ALGORITHM.replace('raise ValueError("no such column")', correct))
-    async with running(tmp_path, *overrides, last, seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *overrides, last) as run:
         await run.ends()
     assert len([line for line in metrics_of(run.folder) if "reward_mean" in line]) == STEPS
 
@@ -152,7 +153,7 @@ async def test_a_run_whose_data_raises_in_the_data_reader_ends_at_once_with_the_
         "        raise ValueError('the file is gone')\n"
         "    return [{'prompt': '1', 'answer': '1'}] * 8\n"
     )
-    async with running(tmp_path, *SHORT, "data.factory=mine:tasks", seconds=RUN_SECONDS) as run:
+    async with running(tmp_path, *SHORT, "data.factory=mine:tasks") as run:
         await run.ends(10)
     output = (tmp_path / "output").read_text()
     assert "data-reader ended with exit code 2" in output

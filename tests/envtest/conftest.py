@@ -10,8 +10,8 @@ import pytest
 from nexrl.k8s.api import Api, ApiError, Kind, connect_cluster
 from nexrl.spec.crd import crd
 from tests.support.api_server import api_server, assets
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet
+from tests.support.patience import eventually
 
 CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions")
 

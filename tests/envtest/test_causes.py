@@ -5,9 +5,9 @@ from typing import Any
 
 from nexrl.k8s.api import EVENT, POD, STATEFUL_SET, Api
 from nexrl_operator.api_objects import rfc3339
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import condition, operating, run, until_phase
+from tests.support.patience import eventually
 
 Object = dict[str, Any]
 

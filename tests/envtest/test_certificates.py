@@ -7,9 +7,9 @@ from prometheus_client import REGISTRY
 
 from nexrl.k8s.api import EXPERIMENT, Api
 from nexrl_operator.authority import new_ca
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import operating, run, until_phase
+from tests.support.patience import eventually
 
 
 async def test_the_metrics_say_when_the_certificate_of_an_experiment_expires_while_it_has_pods(

@@ -13,9 +13,9 @@ from nexrl.k8s.api import EVENT, EXPERIMENT, Api, ApiError, Kind, connect_cluste
 from nexrl_controller.events import VersionCommitted
 from nexrl_operator.release_secrets import ReleaseSettings, make_secrets
 from nexrl_operator.server import Operator
-from tests.support.eventually import eventually
 from tests.support.helm import CHART, VARIANTS, helm, helms, objects, pod_specs
 from tests.support.kubelet import Kubelet, Services, experiment_object, operator_settings
+from tests.support.patience import eventually
 
 pytestmark = pytest.mark.skipif(not helms(), reason="needs Helm: `helm` on the PATH, or HELM")
 

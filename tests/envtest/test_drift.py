@@ -21,9 +21,9 @@ from nexrl.k8s.api import (
 )
 from nexrl_operator import drift, executor, reconciler
 from nexrl_operator.authority import new_ca
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import operating, run
+from tests.support.patience import eventually
 
 Object = dict[str, Any]
 

@@ -3,9 +3,9 @@
 import pytest
 
 from nexrl.k8s.api import DISRUPTION_BUDGET, POD, Api, ApiError
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import operating, run
+from tests.support.patience import eventually
 
 MERGE = "application/merge-patch+json"
 

@@ -17,9 +17,9 @@ from nexrl.k8s.api import (
 from nexrl.store import connect_redis, key_prefix
 from nexrl_operator.api_objects import is_ready
 from nexrl_operator.server import Operator
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import collect_garbage, condition, operating, run, until_condition, until_gone, until_phase
+from tests.support.patience import eventually
 from tests.support.redis import running_redis
 
 Object = dict[str, Any]

@@ -18,9 +18,9 @@ from nexrl_controller.attempts import Count, FailedAttempt
 from nexrl_controller.events import AttemptsCounted
 from nexrl_operator import executor
 from tests.support.cluster import command
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import condition, operating, run, until_condition, until_gone, until_phase
+from tests.support.patience import eventually
 
 Object = dict[str, Any]
 

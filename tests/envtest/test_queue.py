@@ -8,9 +8,9 @@ import pytest
 from nexrl.k8s.api import EVENT, EXPERIMENT, JOB, POD, RESOURCE_FLAVOR, STATEFUL_SET, WORKLOAD, Api, ApiError, Kind
 from nexrl_controller.events import VersionCommitted
 from tests.envtest.conftest import CRD
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.operator import condition, operating, until_condition, until_phase
+from tests.support.patience import eventually
 
 Object = dict[str, Any]
 NOW = "2026-11-22T00:00:00Z"

@@ -12,10 +12,10 @@ from nexrl.k8s.api import DEPLOYMENT, EXPERIMENT, POD, SECRET, STATEFUL_SET, Api
 from nexrl.store import connect_redis, key_prefix
 from nexrl_operator import redis_logins
 from nexrl_operator.objects import Owner
-from tests.support.eventually import eventually
 from tests.support.kubelet import Kubelet, Services, experiment_object
 from tests.support.ledger_run import program
 from tests.support.operator import condition, operating, run, until_condition, until_gone, until_phase
+from tests.support.patience import eventually
 from tests.support.redis_servers import Server, folder, running
 
 SHARED = "the-password-of-the-release"

@@ -18,9 +18,9 @@ from nexrl.errors import (
 from nexrl.k8s import commands, volume
 from nexrl.k8s.api import CLAIM, CONFIG_MAP, EXPERIMENT, POD, Api
 from nexrl.k8s.commands import Target
-from tests.support.eventually import eventually
 from tests.support.kubelet import experiment_object
 from tests.support.node import Node, played_node
+from tests.support.patience import eventually
 from tests.support.results import filled_run, names_in
 
 TOLERATIONS = [{"key": "nvidia.com/gpu", "operator": "Exists"}]

@@ -14,7 +14,7 @@ import pytest
 from nexrl.k8s.api import CONFIG_MAP, Api, Object, connect_cluster
 from nexrl_operator import cache as cache_module
 from nexrl_operator.cache import Cache
-from tests.support.eventually import eventually
+from tests.support.patience import eventually
 
 
 class Proxy:

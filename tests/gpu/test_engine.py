@@ -1,7 +1,6 @@
 """The built-in engine on a GPU serves the log-probabilities that the trainer computes there."""
 
 import numpy as np
-import pytest
 import torch
 
 from nexrl.models import build_empty_model, iter_weights
@@ -13,7 +12,7 @@ from nexrl_trainer.ranks import Ranks
 from tests.support.gpu import needs_gpu
 from tests.support.rank_process import TEMPERATURE, RankCase, on_device
 
-pytestmark = [*needs_gpu, pytest.mark.timeout(300)]
+pytestmark = [*needs_gpu]
 
 DEVICE = "cuda"
 MAX_DIFFERENCE = 1e-4

@@ -17,7 +17,6 @@ from tests.support.spawned_processes import SpawnedProcesses
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use"),
-    pytest.mark.timeout(300),
 ]
 
 SHARED_GPU_NCCL = 23200

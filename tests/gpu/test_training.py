@@ -22,7 +22,7 @@ from tests.support.rank_process import RankCase, train
 from tests.support.rank_processes import RankProcesses, Tolerance, assert_as_on_one_rank, assert_close
 from tests.support.services import small_experiment
 
-pytestmark = [*needs_gpu, pytest.mark.timeout(300)]
+pytestmark = [*needs_gpu]
 
 DEVICE = "cuda"
 STEPS = [9, 3, 0, 12]

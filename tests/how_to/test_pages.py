@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import BLOCK, HOW_TO, write_files
+from tests.support.patience import LIMIT_SECONDS
 
 PAGES = sorted(HOW_TO.glob("write-*.md"))
 ENVIRONMENT = "WHEEL_ENVIRONMENT"
 
 pytestmark = [
     pytest.mark.wheel,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(ENVIRONMENT not in os.environ, reason="needs NexRL installed from its wheel: make test-how-to"),
 ]
 
@@ -47,7 +47,13 @@ def run(command: Command, folder: Path) -> str:
     binaries = Path(os.environ[ENVIRONMENT]).resolve() / "bin"
     environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": ""}
     done = subprocess.run(
-        shlex.split(command.line), cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        shlex.split(command.line),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{command.line}: exit code {done.returncode}\n{output}"

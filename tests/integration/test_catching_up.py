@@ -24,8 +24,8 @@ from nexrl.weights.receiver import StagedWeights, WeightReceiver
 from nexrl_inference import replica as replica_module
 from nexrl_inference.replica import Replica
 from nexrl_inference.requests import GenerationRequest, GenerationResult
+from tests.support.patience import eventually
 from tests.support.publishing import MODEL_TAG, TENSORS, packed
-from tests.support.runs import eventually
 
 if TYPE_CHECKING:  # the generated class is abstract to type checkers only; a fake has the methods that are called
     from builtins import object as WeightSyncServiceServicer  # noqa: N812
@@ -129,7 +129,7 @@ class Deployed:
         """Wait until the replica has registered again, with that version and its digest."""
         digest = packed(policy_version, shift=policy_version).manifest.digest
         seen = len(self.registry.reported)
-        await eventually(lambda: (policy_version, digest) in self.registry.reported[seen:], seconds=30)
+        await eventually(lambda: (policy_version, digest) in self.registry.reported[seen:])
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ async def test_only_the_committed_bytes_are_taken(deployed: Deployed, monkeypatc
     deployed.storage.write(packed(5, shift=5))  # not committed
     deployed.registry.committed = packed(4, shift=4).manifest
     seen = len(deployed.registry.reported)
-    await eventually(lambda: len(deployed.registry.reported) > seen + 3, seconds=30)
+    await eventually(lambda: len(deployed.registry.reported) > seen + 3)
     assert deployed.engine.loaded == []
     deployed.publish(4)
     await deployed.until_reported(4)

@@ -25,13 +25,13 @@ from nexrl_controller.state import Phase
 from nexrl_controller.state_store import StateStore
 from tests.support.clock import Clock
 from tests.support.controller import (
-    CALL_SECONDS,
     Deploy,
     FakeValidator,
     FakeWeightSync,
     experiment,
     served,
 )
+from tests.support.patience import LIMIT_SECONDS
 
 
 @pytest.mark.guide("D2", "D4", "M13", "M14")
@@ -62,7 +62,7 @@ async def test_a_stop_ends_in_failure_that_says_so_and_can_be_repeated(controlle
     await deployed.heartbeat("trainer")
     request = controller_pb.StopExperimentRequest(request_id="1", reason="Ctrl-C")
     for _ in range(2):
-        await call(deployed.lifecycle.StopExperiment, request, timeout_seconds=CALL_SECONDS)
+        await call(deployed.lifecycle.StopExperiment, request, timeout_seconds=LIMIT_SECONDS)
     assert (await deployed.experiment()).phase == controller_pb.PHASE_STOPPING
     await deployed.report_exit("trainer", 0)
     ended = await deployed.experiment()
@@ -103,7 +103,7 @@ async def test_a_component_is_started_again_until_its_limit(controllers: Deploy)
 
 async def test_a_watch_gives_the_whole_state_at_once_and_at_each_change(controllers: Deploy) -> None:
     deployed = await controllers()
-    watch = deployed.lifecycle.WatchExperiment(controller_pb.WatchExperimentRequest(), timeout=CALL_SECONDS)
+    watch = deployed.lifecycle.WatchExperiment(controller_pb.WatchExperimentRequest(), timeout=LIMIT_SECONDS)
     states = aiter(watch)
     assert (await anext(states)).experiment.phase == controller_pb.PHASE_STARTING
     await deployed.controller.apply(VersionCommitted(0))
@@ -164,13 +164,13 @@ async def test_the_process_validates_and_stops_while_it_is_watched(
             redis_url=redis_url,
             weight_sync=peers,
             trajectory_pool=peers,
-            drain_seconds=CALL_SECONDS,
+            drain_seconds=LIMIT_SECONDS,
         )
         process = ServiceProcess("controller", settings, experiment(experiment_name))
         async with asyncio.TaskGroup() as tasks, connect(process.address) as channel:
             tasks.create_task(process.run(server.start))
             watch = ControllerServiceStub(channel).WatchExperiment(
-                controller_pb.WatchExperimentRequest(), timeout=CALL_SECONDS, wait_for_ready=True
+                controller_pb.WatchExperimentRequest(), timeout=LIMIT_SECONDS, wait_for_ready=True
             )
             await weight_sync.is_released.wait()
             health: Any = health_pb2_grpc.HealthStub(channel)

@@ -13,8 +13,8 @@ from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import controller_service_pb2 as controller_pb
 from nexrl_controller.events import VersionCommitted
 from tests.support.clock import Clock
-from tests.support.controller import CALL_SECONDS, Deploy
-from tests.support.eventually import eventually
+from tests.support.controller import Deploy
+from tests.support.patience import LIMIT_SECONDS, eventually
 
 
 def waits(on: str, start: float) -> activity_pb.Work:
@@ -25,19 +25,19 @@ def waits(on: str, start: float) -> activity_pb.Work:
 async def test_work_is_tracked_over_grpc(controllers: Deploy) -> None:
     deployed = await controllers()
     start = activity_pb.StartWorkRequest(request_id="token-1", module="script", activity="evaluate")
-    token = (await call(deployed.activity.StartWork, start, timeout_seconds=CALL_SECONDS)).token
-    assert (await call(deployed.activity.StartWork, start, timeout_seconds=CALL_SECONDS)).token == token
+    token = (await call(deployed.activity.StartWork, start, timeout_seconds=LIMIT_SECONDS)).token
+    assert (await call(deployed.activity.StartWork, start, timeout_seconds=LIMIT_SECONDS)).token == token
     quiescent = activity_pb.WaitQuiescentRequest()
-    assert not (await call(deployed.activity.WaitQuiescent, quiescent, timeout_seconds=CALL_SECONDS)).quiescent
+    assert not (await call(deployed.activity.WaitQuiescent, quiescent, timeout_seconds=LIMIT_SECONDS)).quiescent
     only_rollout = activity_pb.WaitQuiescentRequest(rollout_only=True)
-    assert (await call(deployed.activity.WaitQuiescent, only_rollout, timeout_seconds=CALL_SECONDS)).quiescent
+    assert (await call(deployed.activity.WaitQuiescent, only_rollout, timeout_seconds=LIMIT_SECONDS)).quiescent
     assert "script: 1 x evaluate" in (await deployed.seen()).summary
 
     for request_id in ("end-1", "end-2"):
         end = activity_pb.EndWorkRequest(request_id=request_id, token=token)
-        await call(deployed.activity.EndWork, end, timeout_seconds=CALL_SECONDS)
+        await call(deployed.activity.EndWork, end, timeout_seconds=LIMIT_SECONDS)
     quiescent.wait_seconds = 5
-    assert (await call(deployed.activity.WaitQuiescent, quiescent, timeout_seconds=CALL_SECONDS)).quiescent
+    assert (await call(deployed.activity.WaitQuiescent, quiescent, timeout_seconds=LIMIT_SECONDS)).quiescent
 
 
 @pytest.mark.guide("A5", "D5", "M10", "Q47", "S7", "S12")
@@ -163,7 +163,7 @@ async def test_an_error_is_kept_with_all_it_says(controllers: Deploy, clock: Clo
     )
     request = activity_pb.ReportErrorRequest(request_id="error-1", error=sent)
     for _ in range(2):
-        answer = await call(deployed.activity.ReportError, request, timeout_seconds=CALL_SECONDS)
+        answer = await call(deployed.activity.ReportError, request, timeout_seconds=LIMIT_SECONDS)
     seen = await deployed.seen()
     sent.error_id, sent.unix_seconds = answer.error_id, clock()
     assert list(seen.errors) == [sent]
@@ -183,7 +183,7 @@ async def test_an_error_without_severity_counts_as_error(controllers: Deploy) ->
     request = activity_pb.ReportErrorRequest(
         request_id="1", error=activity_pb.ErrorReport(module="trainer", message="x")
     )
-    await call(deployed.activity.ReportError, request, timeout_seconds=CALL_SECONDS)
+    await call(deployed.activity.ReportError, request, timeout_seconds=LIMIT_SECONDS)
     stopping = await deployed.experiment()
     assert (stopping.phase, stopping.reason, stopping.message) == (
         controller_pb.PHASE_STOPPING,
@@ -241,7 +241,7 @@ async def test_a_bad_request_names_its_field(
 ) -> None:
     deployed = await controllers()
     with pytest.raises(InvalidArgumentError) as caught:
-        await call(getattr(deployed.activity, method), request_message, timeout_seconds=CALL_SECONDS)
+        await call(getattr(deployed.activity, method), request_message, timeout_seconds=LIMIT_SECONDS)
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
@@ -276,7 +276,7 @@ async def test_each_severity_is_kept_and_counted(controllers: Deploy) -> None:
     for number, severity in enumerate(severities):
         error = activity_pb.ErrorReport(module="trainer", severity=severity, message="x")
         request = activity_pb.ReportErrorRequest(request_id=str(number), error=error)
-        await call(deployed.activity.ReportError, request, timeout_seconds=CALL_SECONDS)
+        await call(deployed.activity.ReportError, request, timeout_seconds=LIMIT_SECONDS)
     seen = await deployed.seen()
     assert [error.severity for error in seen.errors] == severities[::-1]
     assert (seen.recent_error_count, seen.warning_level_count, seen.error_level_count) == (3, 1, 1)
@@ -292,7 +292,7 @@ async def test_tracked_work_of_a_rollout_worker_is_waited_for_and_its_metrics_ar
 
     async def is_quiescent(wait_seconds: float = 0) -> bool:
         request = activity_pb.WaitQuiescentRequest(rollout_only=True, wait_seconds=wait_seconds)
-        return (await call(deployed.activity.WaitQuiescent, request, timeout_seconds=CALL_SECONDS)).quiescent
+        return (await call(deployed.activity.WaitQuiescent, request, timeout_seconds=2 * LIMIT_SECONDS)).quiescent
 
     async def is_working() -> bool:
         return any(module.work for module in (await deployed.seen()).modules)
@@ -301,6 +301,6 @@ async def test_tracked_work_of_a_rollout_worker_is_waited_for_and_its_metrics_ar
         await eventually(is_working)
         assert not await is_quiescent()
         await tracker.post_metrics(3, {"reward_mean": 0.5})
-    assert await is_quiescent(wait_seconds=5)
+    assert await is_quiescent(wait_seconds=LIMIT_SECONDS)
     heartbeats.cancel()
     assert '"reward_mean": 0.5, "step": 3' in (tmp_path / "metrics.jsonl").read_text()

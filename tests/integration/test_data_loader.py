@@ -13,9 +13,10 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis
 from nexrl.v1 import data_loader_service_pb2 as loader_pb
 from nexrl.v1 import trajectory_pb2 as pb
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.pool import (
-    CALL_SECONDS,
     TAG,
+    UNTIL_WOKEN_SECONDS,
     Deploy,
     PoolClient,
     failed,
@@ -66,11 +67,11 @@ async def test_data_without_an_end_has_no_remainder(deploy: Deploy) -> None:
 async def test_an_item_is_read_by_its_index_and_a_wrong_index_is_refused(deploy: Deploy) -> None:
     pool = await deploy()
     request = loader_pb.GetTaskRequest(model_tag=TAG, purpose=pb.PURPOSE_TRAINING, index=2)
-    task = (await call(pool.loader.GetTask, request, timeout_seconds=CALL_SECONDS)).task
+    task = (await call(pool.loader.GetTask, request, timeout_seconds=LIMIT_SECONDS)).task
     assert task.task_id == "train-2"
     request.index = 8
     with pytest.raises(NotFoundError, match="index: 8; 0 to 7"):
-        await call(pool.loader.GetTask, request, timeout_seconds=CALL_SECONDS)
+        await call(pool.loader.GetTask, request, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.guide("E1")
@@ -88,7 +89,7 @@ async def test_a_reset_starts_the_data_again_and_keeps_what_was_granted(deploy: 
     pool = await deploy(data=ONE_EPOCH)
     first = await pool.lease(2)
     request = loader_pb.ResetDataLoaderRequest(request_id=new_request_id(), model_tag=TAG, purpose=pb.PURPOSE_TRAINING)
-    await call(pool.loader.ResetDataLoader, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.loader.ResetDataLoader, request, timeout_seconds=LIMIT_SECONDS)
     assert (await pool.loader_state()).remaining == 3
     again = await pool.lease(2)
     assert again.leases[0].task == first.leases[0].task
@@ -97,7 +98,7 @@ async def test_a_reset_starts_the_data_again_and_keeps_what_was_granted(deploy: 
 
 async def add(pool: PoolClient, position: "loader_pb.TaskPosition.ValueType", task: pb.Task) -> None:
     request = loader_pb.AddTaskRequest(request_id=new_request_id(), model_tag=TAG, task=task, position=position)
-    await call(pool.loader.AddTask, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.loader.AddTask, request, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.guide("E8", "E9", "E10")
@@ -138,13 +139,13 @@ async def test_samples_are_returned_and_renewed_by_those_who_hold_them(deploy: D
     renewal = loader_pb.RenewLeasesRequest(
         request_id="r", model_tag=TAG, samples=held, purpose=pb.PURPOSE_TRAINING, lease_seconds=60
     )
-    assert not (await call(pool.loader.RenewLeases, renewal, timeout_seconds=CALL_SECONDS)).lost_sample_ids
+    assert not (await call(pool.loader.RenewLeases, renewal, timeout_seconds=LIMIT_SECONDS)).lost_sample_ids
     request = loader_pb.ReturnSamplesRequest(
         request_id=new_request_id(), model_tag=TAG, samples=held, purpose=pb.PURPOSE_TRAINING
     )
     for _ in range(2):  # a repeated request gets the first answer
-        assert (await call(pool.loader.ReturnSamples, request, timeout_seconds=CALL_SECONDS)).returned == 2
-    assert list((await call(pool.loader.RenewLeases, renewal, timeout_seconds=CALL_SECONDS)).lost_sample_ids) == [
+        assert (await call(pool.loader.ReturnSamples, request, timeout_seconds=LIMIT_SECONDS)).returned == 2
+    assert list((await call(pool.loader.RenewLeases, renewal, timeout_seconds=LIMIT_SECONDS)).lost_sample_ids) == [
         "0.0",
         "0.1",
     ]
@@ -156,7 +157,7 @@ async def test_a_lease_of_an_impossible_length_is_refused(deploy: Deploy, second
     pool = await deploy()
     request = loader_pb.LeaseTasksRequest(request_id="r", model_tag=TAG, max_samples=1, lease_seconds=seconds)
     with pytest.raises(InvalidArgumentError, match="lease_seconds"):
-        await call(pool.loader.LeaseTasks, request, timeout_seconds=CALL_SECONDS)
+        await call(pool.loader.LeaseTasks, request, timeout_seconds=LIMIT_SECONDS)
 
 
 async def test_a_lease_of_nothing_and_of_an_unknown_model_are_refused(deploy: Deploy) -> None:
@@ -172,7 +173,7 @@ async def test_a_lease_of_nothing_and_of_an_unknown_model_are_refused(deploy: De
 async def test_a_short_lease_that_runs_out_is_granted_to_one_who_waits(deploy: Deploy) -> None:
     pool = await deploy()
     request = loader_pb.LeaseTasksRequest(request_id="r", model_tag=TAG, max_samples=64, lease_seconds=0.2)
-    await call(pool.loader.LeaseTasks, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.loader.LeaseTasks, request, timeout_seconds=LIMIT_SECONDS)
     again = await pool.lease(wait_seconds=20)
     assert {sample.attempt for lease in again.leases for sample in lease.samples} == {2}
 
@@ -181,32 +182,32 @@ async def test_a_short_lease_that_runs_out_is_granted_to_one_who_waits(deploy: D
 async def test_a_lease_that_waits_is_woken_by_a_commit_at_another_process(deploy: Deploy) -> None:
     here, there = await deploy(), await deploy()
     await here.lease()
-    waiting = asyncio.create_task(here.lease(wait_seconds=30))
+    waiting = asyncio.create_task(here.lease(wait_seconds=UNTIL_WOKEN_SECONDS))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
     assert await there.set_version(1) == 1
-    assert samples_of(await asyncio.wait_for(waiting, 5)) == ["2.0", "2.1", "3.0", "3.1"]
+    assert samples_of(await finished(waiting, "the waiting call is woken")) == ["2.0", "2.1", "3.0", "3.1"]
 
 
 @pytest.mark.guide("H7", "I7", "J14", "P2")
 async def test_a_batch_and_a_train_batch_that_are_waited_for_arrive_from_another_process(deploy: Deploy) -> None:
     here, there = await deploy(), await deploy()
-    batch = asyncio.create_task(here.lease_batch(wait_seconds=30))
-    train_batch = asyncio.create_task(here.lease_train_batch(0, wait_seconds=30))
+    batch = asyncio.create_task(here.lease_batch(wait_seconds=UNTIL_WOKEN_SECONDS))
+    train_batch = asyncio.create_task(here.lease_train_batch(0, wait_seconds=UNTIL_WOKEN_SECONDS))
     await there.fill()
-    lease = (await asyncio.wait_for(batch, 5)).lease
+    lease = (await finished(batch, "the batch arrives")).lease
     stored = await there.put_train_batch(lease)
-    assert (await asyncio.wait_for(train_batch, 5)).train_batch == stored
+    assert (await finished(train_batch, "the train batch arrives")).train_batch == stored
 
 
 async def test_a_waiter_looks_again_when_the_wake_ups_were_cut_off(deploy: Deploy, redis: Redis) -> None:
     here, there = await deploy(), await deploy()
     await here.lease()
-    waiting = asyncio.create_task(here.lease(wait_seconds=30))
+    waiting = asyncio.create_task(here.lease(wait_seconds=UNTIL_WOKEN_SECONDS))
     await asyncio.wait([waiting], timeout=0.2)
     assert await redis.client_kill_filter(_type="pubsub")  # so no process is notified of the version
     await there.set_version(1)
-    assert len(samples_of(await asyncio.wait_for(waiting, 10))) == 4
+    assert len(samples_of(await finished(waiting, "the waiting call is woken"))) == 4
 
 
 async def test_a_repeated_request_gets_the_first_answer_at_another_process_too(deploy: Deploy) -> None:

@@ -25,8 +25,8 @@ from nexrl_controller import server as controller
 from nexrl_data_reader import server as data_reader
 from nexrl_trajectory_pool import server as trajectory_pool
 from nexrl_trajectory_pool import task_reader
-from tests.support.eventually import eventually
-from tests.support.pool import CALL_SECONDS, TAG, PoolClient, samples_of, scored
+from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.pool import TAG, PoolClient, samples_of, scored
 from tests.support.services import running_service, settings, small_experiment
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def reading(folder: Path, experiment: Experiment) -> AsyncIterator["DataRe
 
 
 async def read(stub: "DataReaderServiceAsyncStub", **fields: int) -> pb.ReadTasksResponse:
-    return await call(stub.ReadTasks, pb.ReadTasksRequest(**fields), timeout_seconds=CALL_SECONDS)  # type: ignore[arg-type]
+    return await call(stub.ReadTasks, pb.ReadTasksRequest(**fields), timeout_seconds=LIMIT_SECONDS)  # type: ignore[arg-type]
 
 
 @pytest.mark.guide("E1", "E3")
@@ -100,7 +100,7 @@ async def test_no_sample_is_granted_while_the_data_reader_is_away(
         for _ in range(3):  # each as a worker that has given up the call before
             request = pb.LeaseTasksRequest(request_id=new_request_id(), model_tag=TAG, max_samples=2)
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await pool.loader.LeaseTasks(request, timeout=CALL_SECONDS)
+                await pool.loader.LeaseTasks(request, timeout=LIMIT_SECONDS)
             assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
         assert (await pool.state()).granted == 2  # of the first call, which could not know
         async with reader(experiment):
@@ -208,7 +208,7 @@ async def test_a_data_factory_that_does_not_return_is_named_to_the_controller_wi
         activity: ActivityServiceAsyncStub = ActivityServiceStub(channel)
 
         async def is_named() -> bool:
-            answer = await call(activity.GetActivity, GetActivityRequest(), timeout_seconds=CALL_SECONDS)
+            answer = await call(activity.GetActivity, GetActivityRequest(), timeout_seconds=LIMIT_SECONDS)
             return any(
                 error.message.startswith("spec.data.factory: ")
                 and ":tasks('train') has not returned for 0.1 s. The run waits for it. " in error.message

@@ -33,8 +33,9 @@ from nexrl.v1.trajectory_pb2 import (
     SampleResult,
 )
 from nexrl_rollout.external import ExternalWorker
+from nexrl_rollout.service import MAX_WAIT_SECONDS
 from tests.support.certificates import OURS, Authority, environment
-from tests.support.eventually import eventually
+from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.rollout import FakeEngine, FakePool, completion, task_lease
 from tests.support.rollout_process import rollout_process
 from tests.support.services import small_experiment
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from nexrl.v1.gateway_service_pb2_grpc import GatewayServiceAsyncStub
 
 EOS = 2
-SECONDS = 20.0
 
 
 def replies(request: GenerateRequest, index: int) -> GeneratedCompletion:
@@ -74,18 +74,20 @@ async def waiting_for(process: ServiceProcess) -> list[Work]:
     return await eventually(work)
 
 
-async def opened(process: ServiceProcess, wait_seconds: float = SECONDS, request_id: str = "") -> pb.AgentSession:
+async def opened(
+    process: ServiceProcess, wait_seconds: float = MAX_WAIT_SECONDS, request_id: str = ""
+) -> pb.AgentSession:
     async with connect(process.address) as channel:
         stub: GatewayServiceAsyncStub = GatewayServiceStub(channel)
         request = pb.OpenSessionRequest(request_id=request_id or new_request_id(), wait_seconds=wait_seconds)
-        return (await call(stub.OpenSession, request, timeout_seconds=2 * SECONDS)).session
+        return (await call(stub.OpenSession, request, timeout_seconds=2 * LIMIT_SECONDS)).session
 
 
 async def close(process: ServiceProcess, session_id: str, **outcome: Any) -> None:
     async with connect(process.address) as channel:
         stub: GatewayServiceAsyncStub = GatewayServiceStub(channel)
         request = pb.CloseSessionRequest(session_id=session_id, **outcome)
-        await call(stub.CloseSession, request, timeout_seconds=SECONDS)
+        await call(stub.CloseSession, request, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.guide("R3", "F3")

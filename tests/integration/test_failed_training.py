@@ -10,7 +10,8 @@ from nexrl.spec import Experiment
 from nexrl.v1 import trajectory_pb2
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from tests.support import trainers
-from tests.support.pool import CALL_SECONDS, TAG
+from tests.support.patience import LIMIT_SECONDS
+from tests.support.pool import TAG
 from tests.support.services import small_experiment
 from tests.support.trainers import World, running_world
 
@@ -49,11 +50,11 @@ def experiment(name: str, steps: int = STEPS, every_steps: int = 2) -> Experimen
 async def dropped_samples(world: World) -> dict[str, int]:
     """Batch of each sample that was dropped because its training failed."""
     request = pool_pb.ListSamplesRequest(model_tag=TAG, page_size=10_000)
-    records = (await call(world.pool.pool.ListSamples, request, timeout_seconds=CALL_SECONDS)).records
+    records = (await call(world.pool.pool.ListSamples, request, timeout_seconds=LIMIT_SECONDS)).records
     return {r.sample_id: r.batch_id for r in records if r.drop_reason == "training_failed"}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.gate
 async def test_a_batch_that_cannot_be_trained_is_dropped_and_named_and_the_run_ends(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int]
 ) -> None:
@@ -71,7 +72,7 @@ async def test_a_batch_that_cannot_be_trained_is_dropped_and_named_and_the_run_e
     assert f"dropped its samples {' '.join(world.steps[2])}" in written
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.gate
 async def test_a_trainer_killed_between_the_two_failures_goes_on_counting_them(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int]
 ) -> None:
@@ -84,7 +85,7 @@ async def test_a_trainer_killed_between_the_two_failures_goes_on_counting_them(
         assert not (await world.pool.audit()).findings
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.gate
 async def test_a_run_of_which_no_batch_can_be_trained_ends(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int]
 ) -> None:
@@ -94,8 +95,8 @@ async def test_a_run_of_which_no_batch_can_be_trained_ends(
         assert dict((await world.pool.state()).dropped) == {"training_failed": 3 * BATCH_SIZE}
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("steps", "lives"), [(2, 2), (4, 3)])
+@pytest.mark.parametrize(("steps", "lives"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.soak)])
+@pytest.mark.gate
 async def test_a_short_run_of_which_no_batch_can_be_trained_never_succeeds(
     tmp_path: Path, redis_url: str, experiment_name: str, poison: set[int], steps: int, lives: int
 ) -> None:

@@ -1,7 +1,6 @@
 """Samples that fail: real pool, rollout and controller. Only the engine and weight sync are fakes."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,11 +16,11 @@ from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl.v1.trajectory_pb2 import VERDICT_ENV_ERROR, SampleLease, SampleResult
 from nexrl_controller import server as controller_server
 from nexrl_rollout import server as rollout_server
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.pool import TAG, PoolClient, running_pool
 from tests.support.rollout import FakeEngine, FakeWeightSync, replica, serving
 from tests.support.services import running_service, small_experiment
 
-WAIT_SECONDS = 45.0
 OFTEN = {"health": {"checkIntervalSeconds": 0.05}}
 
 REWARDS = """
@@ -81,11 +80,13 @@ async def deployed(
 async def until(
     states: Callable[[], AsyncIterator[pb.Experiment]], is_met: Callable[[pb.Experiment], bool]
 ) -> pb.Experiment:
-    async with asyncio.timeout(WAIT_SECONDS):
+    async def met() -> pb.Experiment:
         async for state in states():
             if is_met(state):
                 return state
-    raise AssertionError("a watch has no end")
+        raise AssertionError("a watch has no end")
+
+    return await finished(met(), f"the experiment is as {is_met.__qualname__} says")
 
 
 def has_outcome(state: pb.Experiment) -> bool:
@@ -102,7 +103,6 @@ def experiment(tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyP
     """Makes an experiment whose reward is a function of REWARDS."""
     (tmp_path / "mine.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
 
     def make(reward: str, **rollout: Any) -> Experiment:
         simple = {"type": "simple", "reward": f"mine:{reward}", "maxNewTokens": 8, "workers": 64, **rollout}
@@ -184,7 +184,7 @@ async def put_failures(pool: PoolClient) -> None:
         request = pool_pb.PutSamplesRequest(
             request_id=new_request_id(), model_tag=TAG, worker_id="mine", results=results
         )
-        await pool.pool.PutSamples(request, timeout=10)
+        await pool.pool.PutSamples(request, timeout=LIMIT_SECONDS)
 
 
 def failed(sample: SampleLease) -> SampleResult:

@@ -34,13 +34,13 @@ from nexrl_inference.fixed_weights import fixed_weights
 from nexrl_inference.replica import Replica
 from nexrl_inference.requests import GenerationRequest
 from nexrl_inference.service import InferenceServicer
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.services import running_service, small_experiment
 
 if TYPE_CHECKING:
     from nexrl.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
 
 SPEC = small_experiment().spec
-CALL_SECONDS = 20.0
 
 
 class PreparedReceiver(WeightReceiver):
@@ -64,12 +64,12 @@ class Deployed:
         tensors = dict(iter_weights(build_model(SPEC.model, seed)))
         self.receiver.stage(f"sync-{policy_version}", policy_version, tensors)
         request = pb.CommitWeightsRequest(sync_id=f"sync-{policy_version}", policy_version=policy_version)
-        await call(self.stub.CommitWeights, request, timeout_seconds=CALL_SECONDS)
+        await call(self.stub.CommitWeights, request, timeout_seconds=LIMIT_SECONDS)
 
     async def generate(self, **fields: Any) -> pb.GenerateResponse:
         """Generate; by default two samples of eight tokens."""
         values = {"request_id": "r", "prompt_token_ids": [1, 5, 6], "n": 2, "max_new_tokens": 8, "temperature": 1.0}
-        return await call(self.stub.Generate, pb.GenerateRequest(**{**values, **fields}), timeout_seconds=CALL_SECONDS)
+        return await call(self.stub.Generate, pb.GenerateRequest(**{**values, **fields}), timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.fixture
@@ -108,10 +108,10 @@ async def client(replica: Deployed) -> AsyncIterator[openai.AsyncOpenAI]:
 async def test_nothing_is_generated_before_weights_are_committed(replica: Deployed) -> None:
     with pytest.raises(FailedPreconditionError):
         await replica.generate()
-    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=LIMIT_SECONDS)
     assert (state.replica.replica_id, state.replica.policy_version, state.replica.ready) == ("inference-0", -1, False)
     with pytest.raises(FailedPreconditionError, match="staged no weights"):
-        await call(replica.stub.CommitWeights, pb.CommitWeightsRequest(sync_id="x"), timeout_seconds=CALL_SECONDS)
+        await call(replica.stub.CommitWeights, pb.CommitWeightsRequest(sync_id="x"), timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.guide("F2", "G9", "L9", "L10")
@@ -130,8 +130,8 @@ async def test_completions_are_repeatable_by_seed_and_name_the_version_of_each_t
     changed = await replica.generate(seeds=[7, 8])
     assert set(changed.completions[0].policy_versions) == {4}
     assert changed.completions[0].logprobs != first.completions[0].logprobs
-    await call(replica.stub.CommitWeights, pb.CommitWeightsRequest(sync_id="sync-4"), timeout_seconds=CALL_SECONDS)
-    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+    await call(replica.stub.CommitWeights, pb.CommitWeightsRequest(sync_id="sync-4"), timeout_seconds=LIMIT_SECONDS)
+    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=LIMIT_SECONDS)
     assert (state.replica.policy_version, state.replica.ready, state.digest) == (4, True, "digest-4")
 
 
@@ -164,7 +164,7 @@ async def test_a_replica_of_fixed_weights_serves_them_without_weight_sync(tmp_pa
     async with running_service(tmp_path, server.start, weights=weights) as process, connect(process.address) as channel:
         replica = Deployed(PreparedReceiver([]), InferenceServiceStub(channel), "")
         answer = await replica.generate(seeds=[3, 4])
-        state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+        state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=LIMIT_SECONDS)
     assert (state.replica.policy_version, state.replica.ready) == (version, True)
     assert [tuple(c.token_ids) for c in answer.completions] == [c.token_ids for c in results[0].completions]
     assert set(answer.completions[0].policy_versions) == {version}
@@ -288,5 +288,5 @@ async def test_a_call_that_is_called_off_frees_its_place(replica: Deployed) -> N
         each.cancel()
     await asyncio.wait(calls)
     await replica.generate()
-    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=CALL_SECONDS)
+    state = await call(replica.stub.GetReplicaState, pb.GetReplicaStateRequest(), timeout_seconds=LIMIT_SECONDS)
     assert state.queued == 0

@@ -183,7 +183,7 @@ def _with_server(script: str, name: str) -> str:
     return script.replace(asked, f'redis.call("GET", "{name}")')
 
 
-@pytest.mark.timeout(max(300, 10 * HISTORIES))
+@pytest.mark.timeout(max(600, 10 * HISTORIES))
 @pytest.mark.guide("H7", "H15", "H16", "H17")
 def test_any_history_is_accounted_for_and_comes_to_an_end(redis_url: str) -> None:
     run_state_machine_as_test(

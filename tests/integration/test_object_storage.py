@@ -22,7 +22,6 @@ from nexrl_trainer import uploads as uploads_module
 from nexrl_trainer.checkpoint import find_latest_checkpoint, put_aside
 from nexrl_trainer.stored_checkpoints import StoredCheckpoints
 from nexrl_trainer.uploads import Uploads
-from tests.support.eventually import eventually
 from tests.support.object_storage import (
     BUCKET,
     CREDENTIALS,
@@ -34,6 +33,7 @@ from tests.support.object_storage import (
     storage_section,
     stored,
 )
+from tests.support.patience import eventually
 from tests.support.services import settings, small_experiment
 from tests.support.trainer_process import Suicide
 from tests.support.trainers import running_world
@@ -331,7 +331,7 @@ async def test_a_trainer_that_has_lost_its_folder_makes_the_same_steps_from_the_
     assert f"checkpoints/global_step_4/{CHECKPOINT_MARKER}" in s3.names(f"lab/{world.experiment.metadata.name}")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.soak
 async def test_trainers_killed_while_they_copy_leave_a_complete_copy_and_the_same_weights(
     s3: S3Server, tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

@@ -5,11 +5,12 @@ test_redis_users.py has the users in Redis, tests/kubernetes/test_isolation.py a
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from nexrl.rpc.client import connect
@@ -18,10 +19,10 @@ from nexrl_controller import server as controller_server
 from nexrl_weight_sync import server as weight_sync_server
 from tests.support.certificates import OTHERS, OURS, Authority, environment
 from tests.support.foreign_calls import answers, methods
+from tests.support.patience import eventually
 from tests.support.pool import running_pool
 from tests.support.services import running_service, small_experiment
 
-OWN_SECONDS = 2.0
 SAME_NAME_ELSEWHERE = experiment_name("other-team", "ours")
 REFUSED, UNKNOWN = "PERMISSION_DENIED", "UNIMPLEMENTED"
 
@@ -68,8 +69,24 @@ async def test_every_rpc_of_an_experiment_refuses_another_owners(
         assert Counter(found.values()).keys() <= {REFUSED, UNKNOWN}
         assert {found[path] for path in methods()[service]} == {REFUSED}
         async with connect(address, own) as channel:
-            admitted = await answers(channel, OWN_SECONDS)
+            await eventually(Admitted(channel, unknown(found)).all_have_answered)
+
+
+def unknown(found: Mapping[str, str]) -> set[str]:
+    """The paths that the server does not have."""
+    return {path for path, status in found.items() if status == UNKNOWN}
+
+
+@dataclass
+class Admitted:
+    """Calls every RPC, as one who may. A watch does not end, so each call has a time, which is longer at each look."""
+
+    channel: grpc.aio.Channel
+    unknown: set[str]
+    seconds: float = 1.0
+
+    async def all_have_answered(self) -> bool:
+        self.seconds *= 2
+        admitted = await answers(self.channel, self.seconds)
         assert REFUSED not in admitted.values()
-        assert {path for path, status in admitted.items() if status == UNKNOWN} == {
-            path for path, status in found.items() if status == UNKNOWN
-        }
+        return unknown(admitted) == self.unknown

@@ -16,7 +16,8 @@ from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl_trajectory_pool.ledger import names, train_batches
 from nexrl_trajectory_pool.results import MAX_SAMPLE_BYTES
-from tests.support.pool import CALL_SECONDS, TAG, PoolClient, running_pool, scored, trajectory
+from tests.support.patience import LIMIT_SECONDS
+from tests.support.pool import TAG, PoolClient, running_pool, scored, trajectory
 from tests.support.services import small_experiment
 
 LARGE_BATCH_SAMPLES = 34
@@ -62,6 +63,7 @@ async def test_a_sample_of_one_byte_too_many_is_refused_with_both_sizes(pool: Po
     assert (await pool.state()).leased == 2  # the other one was not stored either
 
 
+@pytest.mark.gate
 async def test_a_batch_that_no_message_of_the_usual_size_could_hold_reaches_the_trainer(
     tmp_path: Path, redis: Redis, redis_url: str, experiment_name: str
 ) -> None:
@@ -127,14 +129,14 @@ async def put_train_batch(pool: PoolClient, lease: pool_pb.BatchLease, nbytes: i
     request = train_pb.PutTrainBatchRequest(request_id=new_request_id(), train_batch=batch, batch_attempt=lease.attempt)
     method, answer = "/nexrl.v1.TrainBatchPoolService/PutTrainBatch", train_pb.PutTrainBatchResponse.FromString
     async with connect(pool.address) as channel:
-        await call_in_pieces(channel, method, request, answer, timeout_seconds=CALL_SECONDS)
+        await call_in_pieces(channel, method, request, answer, timeout_seconds=LIMIT_SECONDS)
     batch.put_id = request.request_id
     return batch
 
 
 async def commit(pool: PoolClient, steps: int) -> None:
     request = train_pb.CommitCheckpointRequest(request_id=new_request_id(), model_tag=TAG, steps=steps, incarnation=1)
-    await call(pool.train.CommitCheckpoint, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.train.CommitCheckpoint, request, timeout_seconds=LIMIT_SECONDS)
 
 
 async def test_a_train_batch_with_tokens_that_the_model_does_not_have_is_refused(pool: PoolClient) -> None:
@@ -142,4 +144,4 @@ async def test_a_train_batch_with_tokens_that_the_model_does_not_have_is_refused
     sent = train_pb.TrainBatch(model_tag=TAG, tensors=tensors)
     put = train_pb.PutTrainBatchRequest(request_id=new_request_id(), train_batch=sent, batch_attempt=1)
     with pytest.raises(InvalidArgumentError, match=r"tensors\[token_ids\]: 1000000"):
-        await call(pool.train.PutTrainBatch, put, timeout_seconds=CALL_SECONDS)
+        await call(pool.train.PutTrainBatch, put, timeout_seconds=LIMIT_SECONDS)

@@ -21,11 +21,11 @@ from nexrl_inference import server
 from nexrl_inference.backend import text_decoder
 from nexrl_inference.requests import GenerationRequest
 from tests.support import plain_backend
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.services import running_service, small_experiment
 
 SPEC = small_experiment().spec
 PROMPT = (1, 5, 6)
-CALL_SECONDS = 20.0
 SAMPLING: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 6}
 
 
@@ -52,7 +52,7 @@ async def builtin(tmp_path: Path) -> AsyncIterator[pb.GenerateResponse]:
 async def answer_of(address: str) -> pb.GenerateResponse:
     async with connect(address) as channel:
         request = pb.GenerateRequest(request_id="r", prompt_token_ids=PROMPT, n=2, seeds=[3, 4], **SAMPLING)
-        return await call(InferenceServiceStub(channel).Generate, request, timeout_seconds=CALL_SECONDS)
+        return await call(InferenceServiceStub(channel).Generate, request, timeout_seconds=LIMIT_SECONDS)
 
 
 async def test_a_replica_with_the_backend_answers_as_one_with_the_built_in_engine(

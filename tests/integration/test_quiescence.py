@@ -19,11 +19,12 @@ from nexrl_controller.service import ActivityServicer
 from nexrl_controller.state_store import StateStore
 from tests.support.clock import Clock
 from tests.support.controller import experiment, served
+from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.pool import UNTIL_WOKEN_SECONDS
 
 if TYPE_CHECKING:
     from nexrl.v1.activity_service_pb2_grpc import ActivityServiceAsyncStub
 
-WAIT_SECONDS = 30.0
 SELDOM = {"health": {"checkIntervalSeconds": 3600, "timeoutSeconds": 7200}}
 """So seldom that no heartbeat of the interval falls into a test."""
 
@@ -40,15 +41,17 @@ async def controller(redis: Redis, experiment_name: str, tmp_path: Path) -> Asyn
 
 async def is_quiescent(stub: "ActivityServiceAsyncStub", *, rollout_only: bool, wait_seconds: float) -> bool:
     request = pb.WaitQuiescentRequest(rollout_only=rollout_only, wait_seconds=wait_seconds)
-    return (await call(stub.WaitQuiescent, request, timeout_seconds=wait_seconds + 10)).quiescent
+    return (await call(stub.WaitQuiescent, request, timeout_seconds=wait_seconds + LIMIT_SECONDS)).quiescent
 
 
 async def wait_for_work(stub: "ActivityServiceAsyncStub", *modules: str) -> None:
     """Return once the controller knows of work of each of `modules`."""
-    busy: set[str] = set()
-    while not busy >= set(modules):
-        seen = await call(stub.GetActivity, pb.GetActivityRequest(), timeout_seconds=10)
-        busy = {module.name for module in seen.modules if module.work}
+
+    async def are_busy() -> bool:
+        seen = await call(stub.GetActivity, pb.GetActivityRequest(), timeout_seconds=LIMIT_SECONDS)
+        return {module.name for module in seen.modules if module.work} >= set(modules)
+
+    await eventually(are_busy, f"{modules} have work")
 
 
 @asynccontextmanager
@@ -73,6 +76,6 @@ async def test_the_end_of_work_makes_the_experiment_quiescent_without_another_he
             with rollout.track("rollout"):
                 await wait_for_work(stub, "rollout-0", "trainer")
                 assert not await is_quiescent(stub, rollout_only=True, wait_seconds=0)
-            assert await is_quiescent(stub, rollout_only=True, wait_seconds=WAIT_SECONDS)
+            assert await is_quiescent(stub, rollout_only=True, wait_seconds=UNTIL_WOKEN_SECONDS)
             assert not await is_quiescent(stub, rollout_only=False, wait_seconds=0)
-        assert await is_quiescent(stub, rollout_only=False, wait_seconds=WAIT_SECONDS)
+        assert await is_quiescent(stub, rollout_only=False, wait_seconds=UNTIL_WOKEN_SECONDS)

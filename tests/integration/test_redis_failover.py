@@ -11,10 +11,10 @@ import redis
 from nexrl.errors import LeaseLostError
 from nexrl.local.components import free_ports
 from tests.support.ledger_run import EVERY_SECOND, PROGRAMS, program, run_on
+from tests.support.patience import eventually_blocking
 from tests.support.redis_servers import (
     Program,
     Server,
-    eventually,
     running,
 )
 
@@ -36,7 +36,7 @@ class Pair:
 
     def wait(self) -> None:
         """Return when the replica has all that the master has."""
-        eventually(lambda: self._offset(self.replica) == self._offset(self.master))
+        eventually_blocking(lambda: self._offset(self.replica) == self._offset(self.master))
 
     def promote(self) -> None:
         """Promote the replica to master. Later writes to the old master are lost."""

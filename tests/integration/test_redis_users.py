@@ -17,9 +17,9 @@ from nexrl_controller.state_store import StateStore
 from nexrl_trajectory_pool.ledger import train_batches
 from nexrl_trajectory_pool.ledger.script import SCRIPT
 from nexrl_weight_sync.store import WeightSyncStore
-from tests.support.eventually import eventually
 from tests.support.foreign_commands import OTHERS_CHANNEL, OTHERS_KEY, REFUSED
 from tests.support.ledger_run import ALWAYS, PASSWORD, PROGRAMS, journey, program
+from tests.support.patience import eventually
 from tests.support.redis_servers import Server, running, running_cluster
 
 

@@ -16,11 +16,11 @@ from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl_controller import server
 from tests.support.controller import experiment
+from tests.support.patience import LIMIT_SECONDS, eventually
 
 if TYPE_CHECKING:
     from nexrl.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
 
-CALL_SECONDS = 10.0
 TTL_SECONDS = 5000
 
 
@@ -39,10 +39,11 @@ class Keys:
 
     async def until_it_ends(self, name: str) -> None:
         """Return when a key has an end."""
-        while True:
-            if await self.ttl(name) >= 0:
-                return
-            await asyncio.sleep(0.01)
+
+        async def has_an_end() -> bool:
+            return await self.ttl(name) >= 0
+
+        await eventually(has_an_end, f"{name} has an end")
 
     async def write(self, name: str) -> None:
         """Write a key that has no end, as everyone does."""
@@ -68,7 +69,7 @@ class Keys:
         async with asyncio.TaskGroup() as tasks, connect(process.address) as channel:
             tasks.create_task(process.run(server.start))
             stub: ControllerServiceAsyncStub = ControllerServiceStub(channel)
-            await call(stub.GetExperiment, pb.GetExperimentRequest(), timeout_seconds=CALL_SECONDS)
+            await call(stub.GetExperiment, pb.GetExperimentRequest(), timeout_seconds=LIMIT_SECONDS)
             yield stub
             process.stopping.set()
 
@@ -76,7 +77,7 @@ class Keys:
 async def end(stub: "ControllerServiceAsyncStub") -> None:
     """Stop the experiment; returns when it has ended."""
     request = pb.StopExperimentRequest(request_id=new_request_id(), reason="enough")
-    await call(stub.StopExperiment, request, timeout_seconds=CALL_SECONDS)
+    await call(stub.StopExperiment, request, timeout_seconds=LIMIT_SECONDS)
     async for seen in watch(stub.WatchExperiment, pb.WatchExperimentRequest()):
         if seen.experiment.phase == pb.PHASE_FAILED:
             return

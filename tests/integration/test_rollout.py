@@ -14,6 +14,7 @@ from nexrl.client import MAX_PUT_BYTES, RolloutClient, open_rollout_client
 from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.policy import Sampling
 from nexrl.rollout_worker import RolloutWorker, scored
+from nexrl.sample_states import ATTEMPT
 from nexrl.spec import Experiment
 from nexrl.tensor_proto import decode_tensor
 from nexrl.transcript import Transcript
@@ -30,6 +31,7 @@ from nexrl.v1.trajectory_pb2 import (
     Trajectory,
 )
 from nexrl_rollout.worker import RolloutLimits, RolloutLoop
+from tests.support.patience import eventually
 from tests.support.rollout import (
     ALPHABET,
     FakeEngine,
@@ -75,8 +77,10 @@ async def test_process_feeds_training_and_validation(tmp_path: Path) -> None:
     leases = [task_lease(group, 4, prompt="123", answer="321") for group in range(3)]
     leases.append(task_lease(0, 2, prompt="123", answer="999", purpose=PURPOSE_VALIDATION))
     pool = FakePool(leases)
-    async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="simple"):
+    async with rollout_process(pool, FakeEngine(reverses), tmp_path, type="simple") as process:
         await pool.wait_for(lambda: sum(map(len, pool.results.values())) == 14)
+        # The pool has the samples before the process has its answer. A stop in between would return them.
+        await eventually(lambda: ATTEMPT not in {work.activity for work in process.activity.snapshot().work})
     assert rewards(pool.results[PURPOSE_TRAINING]) == [1.0] * 12
     assert rewards(pool.results[PURPOSE_VALIDATION]) == [0.0] * 2
     assert not pool.returned

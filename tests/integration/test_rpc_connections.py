@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from nexrl.rpc import metrics, server
 from nexrl.rpc.client import connect
 from nexrl.v1 import validator_service_pb2 as pb
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.services import running_service
 from tests.support.validator import SERVICE, ValidatorServicer, serving, start_validation
 
@@ -32,23 +33,24 @@ async def connected(address: str) -> AsyncIterator[asyncio.StreamReader]:
         writer.close()
 
 
-async def until_closed(reader: asyncio.StreamReader, *, seconds: float = 20) -> None:
-    """Wait until the server closes the connection, which must not be silent for longer than `seconds`."""
-    try:
-        while await asyncio.wait_for(reader.read(1000), seconds) != CLOSED:
+async def until_closed(reader: asyncio.StreamReader) -> None:
+    """Wait until the server closes the connection."""
+    with suppress(ConnectionError):
+        while await finished(reader.read(1000), "the server closes a connection, or says something") != CLOSED:
             pass
-    except ConnectionError:
-        pass
 
 
 async def test_a_connection_beyond_the_limit_is_closed_and_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The time-out of the handshake would close all three connections. No wait of a test is as long as this one.
+    monkeypatch.setattr(
+        server, "SERVER_OPTIONS", changed("grpc.server_handshake_timeout_ms", 2000 * int(LIMIT_SECONDS))
+    )
     monkeypatch.setattr(server, "SERVER_OPTIONS", changed("grpc.max_allowed_incoming_connections", 2))
     async with running_service(tmp_path, serving(ValidatorServicer())) as process:
-        async with connected(process.address) as first, connected(process.address), connected(process.address) as third:
-            await until_closed(third, seconds=5)  # before the time-out of the handshake closes all three
-            assert not first.at_eof()
+        async with connected(process.address), connected(process.address), connected(process.address) as third:
+            await until_closed(third)
         assert (await start_validation(process.address)).samples == 7
 
 
@@ -68,9 +70,11 @@ async def test_a_connection_without_a_call_is_closed_and_one_whose_call_waits_is
         grpc.aio.insecure_channel(process.address, options=[("grpc.use_local_subchannel_pool", 1)]) as idle,
     ):
         request = pb.StartValidationRequest(request_id="one")
-        call: Any = waiting.unary_unary(START, pb.StartValidationRequest.SerializeToString)(request, timeout=50)
+        call: Any = waiting.unary_unary(START, pb.StartValidationRequest.SerializeToString)(
+            request, timeout=LIMIT_SECONDS
+        )
         await idle.channel_ready()
-        await asyncio.wait_for(idle.wait_for_state_change(grpc.ChannelConnectivity.READY), 20)
+        await finished(idle.wait_for_state_change(grpc.ChannelConnectivity.READY), "the idle connection is closed")
         assert not call.done()
         assert waiting.get_state() == grpc.ChannelConnectivity.READY
         may_end.set()

@@ -16,6 +16,7 @@ from nexrl.rpc.client import connect
 from nexrl.rpc.interceptor import HANDLED, HANDLING_SECONDS, EdgeInterceptor
 from nexrl.tls import Tls
 from nexrl.v1 import validator_service_pb2 as pb
+from tests.support.patience import LIMIT_SECONDS
 
 SERVICE = "nexrl.test.FourKinds"
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
@@ -69,17 +70,34 @@ async def serving(servicer: FourKinds, admission: Admission | None = None) -> As
         await server.stop(10)  # ends when every call has ended, and so is counted
 
 
-async def call(channel: grpc.aio.Channel, kind: str, *, request_id: str = "one", seconds: float | None = 10) -> int:
+async def refused(channel: grpc.aio.Channel, kind: str, seconds: float | None = LIMIT_SECONDS) -> None:
+    """Call the RPC of this kind, which is refused before its message is read: a stream sends none.
+
+    A client that sends a message while the refusal arrives may report the failed sending in place of the refusal.
+    """
+    requests = silence() if kind.startswith("stream") else b""
+    method: Callable[..., Any] = getattr(channel, kind)(f"/{SERVICE}/{kind}")
+    calling = method(requests, timeout=seconds)
+    await (calling.read() if kind.endswith("stream") else calling)
+
+
+async def silence() -> AsyncIterator[bytes]:
+    """A stream of requests in which no request comes."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def call(channel: grpc.aio.Channel, kind: str, *, request_id: str = "one") -> int:
     """Call the RPC of this kind and return the samples of its last response."""
-    return await send(channel, kind, pb.StartValidationRequest(request_id=request_id).SerializeToString(), seconds)
+    return await send(channel, kind, pb.StartValidationRequest(request_id=request_id).SerializeToString())
 
 
-async def send(channel: grpc.aio.Channel, kind: str, content: bytes, seconds: float | None = 10) -> int:
+async def send(channel: grpc.aio.Channel, kind: str, content: bytes) -> int:
     """Send these bytes as the message of a call, and return the samples of its last response."""
     multicallable: Callable[..., Any] = getattr(channel, kind)(
         f"/{SERVICE}/{kind}", response_deserializer=pb.StartValidationResponse.FromString
     )
-    calling = multicallable(iter([content]) if kind.startswith("stream") else content, timeout=seconds)
+    calling = multicallable(iter([content]) if kind.startswith("stream") else content, timeout=LIMIT_SECONDS)
     responses = [response async for response in calling] if kind.endswith("stream") else [await calling]
     samples: int = responses[-1].samples
     return samples
@@ -118,7 +136,7 @@ async def test_a_status_that_the_servicer_sets_itself_is_counted_as_such() -> No
 async def test_a_call_without_a_deadline_is_refused(kind: str) -> None:
     async with serving(servicer := FourKinds()) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="deadline: none; every call requires one") as refusal:
-            await call(channel, kind, seconds=None)
+            await refused(channel, kind, seconds=None)
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert servicer.request_ids == []
 
@@ -129,7 +147,7 @@ async def test_a_caller_without_certificate_or_token_is_refused_where_there_is_a
     before = handled(kind, "UNAUTHENTICATED")
     async with serving(servicer := FourKinds(), Admission(tls)) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="no client certificate") as refusal:
-            await call(channel, kind)
+            await refused(channel, kind)
     assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
     assert servicer.request_ids == []
     assert handled(kind, "UNAUTHENTICATED") == before + 1
@@ -137,14 +155,10 @@ async def test_a_caller_without_certificate_or_token_is_refused_where_there_is_a
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_caller_is_refused_before_its_message_is_read(kind: str) -> None:
-    async def never() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
-
     tls = Tls(Path("ca"), "ours.namespace", Path("certificate"), Path("key"))
     async with serving(FourKinds(), Admission(tls)) as channel:
         method: Any = channel.stream_stream(f"/{SERVICE}/{kind}")
-        calling = method(never(), timeout=20)
+        calling = method(silence(), timeout=LIMIT_SECONDS)
         with pytest.raises(grpc.aio.AioRpcError, match="no client certificate") as refusal:
             await calling.read()
     assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -156,7 +170,7 @@ async def test_a_call_that_ends_without_a_message_is_refused(kind: str, monkeypa
     monkeypatch.setattr(admission := Admission(tls), "admit", AsyncMock())
     async with serving(servicer := FourKinds(), admission) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="request: the call ended without a message") as refusal:
-            await channel.stream_stream(f"/{SERVICE}/{kind}")(iter([]), timeout=20).read()
+            await channel.stream_stream(f"/{SERVICE}/{kind}")(iter([]), timeout=LIMIT_SECONDS).read()
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert servicer.request_ids == []
 

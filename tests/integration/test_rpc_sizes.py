@@ -13,6 +13,7 @@ from nexrl.rpc import client, interceptor, limits
 from nexrl.rpc.client import call_in_pieces, connect
 from nexrl.v1 import validator_service_pb2 as pb
 from tests.support.counting_proxy import counting_proxy
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.services import running_service
 from tests.support.validator import SERVICE, ValidatorServicer, serving
 
@@ -38,7 +39,7 @@ def request(size: int) -> pb.StartValidationRequest:
 
 async def start(channel: grpc.aio.Channel, size: int) -> int:
     answer = await call_in_pieces(
-        channel, METHOD, request(size), pb.StartValidationResponse.FromString, timeout_seconds=20
+        channel, METHOD, request(size), pb.StartValidationResponse.FromString, timeout_seconds=LIMIT_SECONDS
     )
     samples: int = answer.samples
     return samples
@@ -58,7 +59,7 @@ async def test_a_message_above_the_limit_of_the_server_is_refused_before_it_is_r
     ):
         put: Any = channel.unary_unary(METHOD)
         with pytest.raises(grpc.aio.AioRpcError, match=f"larger than max \\({size} vs. {size - 1}\\)") as refusal:
-            await put(bytes(size), timeout=20)
+            await put(bytes(size), timeout=LIMIT_SECONDS)
     assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert proxy.sent_bytes < size / 10
 
@@ -88,7 +89,7 @@ async def test_a_request_in_pieces_is_refused_at_the_piece_that_is_over_the_limi
             await start(channel, LIMIT_BYTES + 1)
         put: Any = channel.stream_unary(METHOD)
         with pytest.raises(grpc.aio.AioRpcError, match=f"request: {LIMIT_BYTES + PIECE_BYTES} bytes;"):
-            await put(endless(), timeout=20)
+            await put(endless(), timeout=LIMIT_SECONDS)
     assert servicer.request_ids == []
 
 
@@ -107,7 +108,7 @@ async def test_requests_in_pieces_are_received_one_at_a_time(tmp_path: Path) -> 
         connect(process.address) as channel,
     ):
         first = asyncio.create_task(start(channel, 3 * PIECE_BYTES))
-        await asyncio.wait_for(entered.wait(), 20)
+        await finished(entered.wait(), "the call has arrived")
         second = asyncio.create_task(start(channel, 4 * PIECE_BYTES))
         for _ in range(LATER_REQUESTS):  # the server has the second request before them, on the same connection
             assert await start(channel, PIECE_BYTES - 1) == 7

@@ -20,7 +20,6 @@ from nexrl.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
-    NexrlError,
     UnavailableError,
 )
 from nexrl.json_logging import last_words
@@ -29,6 +28,8 @@ from nexrl.rpc.client import connect
 from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import dump_resolved
 from nexrl.v1 import validator_service_pb2 as pb
+from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.services import running_service, small_experiment
 from tests.support.validator import SERVICE, ValidatorServicer, answer_seven, serving, start_validation
 
@@ -42,9 +43,9 @@ async def test_health_is_serving_only_between_ready_and_drain(tmp_path: Path) ->
         connect(process.address) as channel,
     ):
         health: Any = health_pb2_grpc.HealthStub(channel)
-        states = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
+        states = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=LIMIT_SECONDS)
         assert (await states.read()).status == NOT_SERVING
-        alive = await health.Check(health_pb2.HealthCheckRequest(service="alive"), timeout=20)
+        alive = await health.Check(health_pb2.HealthCheckRequest(service="alive"), timeout=LIMIT_SECONDS)
         assert alive.status == SERVING
         await process.set_ready()
         assert (await states.read()).status == SERVING
@@ -61,12 +62,12 @@ async def test_reflection_is_there_when_the_setting_is_on(tmp_path: Path, is_on:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]  # the stubs know no asyncio
         requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
         if is_on:
-            answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=10)]
+            answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=LIMIT_SECONDS)]
             assert SERVICE in {service.name for service in answers[0].list_services_response.service}
         else:
             # CANCELLED: what gRPC sometimes makes of a stream that is refused while it is still being written.
             with pytest.raises(grpc.aio.AioRpcError, match=r"UNIMPLEMENTED|CANCELLED"):
-                _ = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=10)]
+                _ = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=LIMIT_SECONDS)]
 
 
 async def test_background_work_that_fails_stops_the_process_with_its_error(tmp_path: Path) -> None:
@@ -108,12 +109,14 @@ async def test_a_call_in_flight_completes_while_the_process_drains(tmp_path: Pat
         await may_end.wait()
         return await answer_seven(request)
 
-    async with running_service(tmp_path, serving(ValidatorServicer(wait))) as process:
+    servicer = ValidatorServicer(wait)
+    async with running_service(tmp_path, serving(servicer)) as process:
         calling = asyncio.create_task(start_validation(process.address))
         await entered.wait()
         process.stopping.set()
         with pytest.raises((UnavailableError, DeadlineExceededError)):  # nothing new is taken
             await start_validation(process.address, timeout_seconds=0.3)
+        assert servicer.request_ids == ["one"]  # that of the call in flight
         may_end.set()
         assert (await calling).samples == 7
 
@@ -126,18 +129,23 @@ async def test_a_call_that_does_not_end_is_cut_off_when_the_drain_is_over(tmp_pa
         await asyncio.Event().wait()
         raise AssertionError
 
-    async with running_service(tmp_path, serving(ValidatorServicer(wait)), drain_seconds=0.2) as process:
-        calling = asyncio.create_task(start_validation(process.address, timeout_seconds=2))
-        await entered.wait()
-    with pytest.raises(NexrlError):
-        await calling
+    async with (
+        running_service(tmp_path, serving(ValidatorServicer(wait)), drain_seconds=0.2) as process,
+        connect(process.address) as channel,
+    ):
+        request = pb.StartValidationRequest(request_id="one")
+        calling = asyncio.ensure_future(ValidatorServiceStub(channel).StartValidation(request, timeout=LIMIT_SECONDS))
+        await finished(entered.wait(), "the call has arrived")
+        process.stopping.set()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await finished(calling, "the call is cut off, long before its deadline")
 
 
 async def test_metrics_are_served_over_http(tmp_path: Path) -> None:
     async with running_service(tmp_path, serving(ValidatorServicer())) as process:
         await start_validation(process.address)
         url = f"http://127.0.0.1:{process.metrics_port}/metrics"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=LIMIT_SECONDS).read().decode())
     labels = f'grpc_code="OK",grpc_method="StartValidation",grpc_service="{SERVICE}"'
     assert re.search(rf"grpc_server_handled_total{{{labels}}} [1-9]", text)
     assert "grpc_server_handling_seconds_bucket" in text
@@ -208,7 +216,7 @@ def test_a_service_process_ends_well_on_sigterm(tmp_path: Path) -> None:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         try:
-            assert process.wait(timeout=20) == 0
+            assert process.wait(timeout=LIMIT_SECONDS) == 0
         finally:
             process.kill()
 
@@ -229,7 +237,7 @@ def test_a_service_that_cannot_start_says_why_in_one_line_and_in_its_exit_code(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         environment = {name: value.replace("TAKEN", address) for name, value in environment.items()}
         command = service_command(tmp_path, **environment)
-        ended = subprocess.run(**command, capture_output=True, text=True, timeout=50, check=False)
+        ended = subprocess.run(**command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert (ended.returncode, ended.stdout.count("\n")) == (code, 1), ended.stderr
     assert ended.stdout.startswith(message)
 
@@ -245,7 +253,7 @@ def test_the_error_that_ended_a_group_of_tasks_is_the_reason(
     tmp_path: Path, error: str, code: int, reason: str
 ) -> None:
     command = service_command(tmp_path, FAILING.format(error=error))
-    ended = subprocess.run(**command, capture_output=True, text=True, timeout=50, check=False)
+    ended = subprocess.run(**command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert (ended.returncode, last_words(ended.stderr.splitlines())) == (code, reason)
 
 

@@ -1,6 +1,5 @@
 """data.sampler: tasks are left out when their turn comes, by the rewards of their newest grants."""
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +16,8 @@ from nexrl.v1.data_loader_service_pb2_grpc import DataReaderServiceStub
 from nexrl_data_reader import server as data_reader
 from nexrl_trajectory_pool.ledger import Drawn, ProducedSample
 from tests.support.ledger import Make, produced
-from tests.support.pool import CALL_SECONDS, Deploy, PoolClient, scored, trajectory
+from tests.support.patience import LIMIT_SECONDS
+from tests.support.pool import Deploy, PoolClient, scored, trajectory
 from tests.support.services import running_service, small_experiment
 
 if TYPE_CHECKING:
@@ -176,19 +176,18 @@ async def test_what_is_no_probability_is_refused(tmp_path: Path, function: str, 
     named = rf"shares:{function}\(train-3, None\) returned {returned}; it must return a number from 0.01 to 1"
     async with reading(tmp_path, function) as stub:
         with pytest.raises(FailedPreconditionError, match=named):
-            await call(stub.GetProbabilities, ONE_TASK, timeout_seconds=CALL_SECONDS)
+            await call(stub.GetProbabilities, ONE_TASK, timeout_seconds=LIMIT_SECONDS)
 
 
 async def test_a_function_that_does_not_return_is_named_and_tasks_are_read_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nexrl_data_reader.service.FUNCTION_SECONDS", 0.05)
-    monkeypatch.delitem(sys.modules, "shares", raising=False)  # it looks for the file beside itself
     async with reading(tmp_path, "hangs") as stub:
         try:
             with pytest.raises(FailedPreconditionError, match=r"shares:hangs\(train-3, None\) .* not returned within"):
-                await call(stub.GetProbabilities, ONE_TASK, timeout_seconds=CALL_SECONDS)
-            assert (await call(stub.ReadTasks, pb.ReadTasksRequest(count=1), timeout_seconds=CALL_SECONDS)).tasks
+                await call(stub.GetProbabilities, ONE_TASK, timeout_seconds=LIMIT_SECONDS)
+            assert (await call(stub.ReadTasks, pb.ReadTasksRequest(count=1), timeout_seconds=LIMIT_SECONDS)).tasks
         finally:
             (tmp_path / "end").touch()
 
@@ -197,11 +196,11 @@ async def test_a_task_that_the_data_does_not_have_is_refused_by_its_id(tmp_path:
     request = pb.GetProbabilitiesRequest(tasks=[pb.TaskReward(task_id="train-99")])
     async with reading(tmp_path, "too_much") as stub:
         with pytest.raises(NotFoundError, match=r"tasks.task_id: 'train-99' is no task of the training data"):
-            await call(stub.GetProbabilities, request, timeout_seconds=CALL_SECONDS)
+            await call(stub.GetProbabilities, request, timeout_seconds=LIMIT_SECONDS)
 
 
 async def test_without_a_function_there_are_no_probabilities(tmp_path: Path) -> None:
     async with running_service(tmp_path, data_reader.start) as process, connect(process.address) as channel:
         stub: DataReaderServiceAsyncStub = DataReaderServiceStub(channel)
         with pytest.raises(FailedPreconditionError, match=r"no data.sampler of type python"):
-            await call(stub.GetProbabilities, pb.GetProbabilitiesRequest(), timeout_seconds=CALL_SECONDS)
+            await call(stub.GetProbabilities, pb.GetProbabilitiesRequest(), timeout_seconds=LIMIT_SECONDS)

@@ -20,6 +20,7 @@ from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub, add_Valida
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub, add_WeightSyncServiceServicer_to_server
 from nexrl_operator.authority import issue
 from tests.support.certificates import OTHERS, OURS, Authority, environment, write
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.rollout import Fake
 from tests.support.services import running_service
 
@@ -189,8 +190,9 @@ async def test_certificates_are_renewed_under_calls_and_none_fails(
         running_service(tmp_path, serving(servicer := Servicer())) as process,
         connect(process.address) as channel,
     ):
-        waiting = asyncio.create_task(ask(channel, "wait", timeout_seconds=60))
-        stream: Any = WeightSyncServiceStub(channel).WatchReplicas(stream_pb.WatchReplicasRequest(), timeout=60)
+        waiting = asyncio.create_task(ask(channel, "wait", timeout_seconds=LIMIT_SECONDS))
+        watch: Any = WeightSyncServiceStub(channel).WatchReplicas
+        stream = watch(stream_pb.WatchReplicasRequest(), timeout=LIMIT_SECONDS)
         assert (await stream.read()).committed_version == 1
         await servicer.entered.wait()
         for _ in range(20):
@@ -210,7 +212,7 @@ async def test_certificates_are_renewed_under_calls_and_none_fails(
 async def ask_once(channel: grpc.aio.Channel) -> int:
     """Without the repetitions of `call`, which could hide a failure."""
     request = pb.StartValidationRequest(request_id="one")
-    return (await ValidatorServiceStub(channel).StartValidation(request, timeout=20)).samples
+    return (await ValidatorServiceStub(channel).StartValidation(request, timeout=LIMIT_SECONDS)).samples
 
 
 async def test_a_channel_shows_its_new_certificate_from_the_next_call_on(
@@ -277,12 +279,13 @@ async def test_a_probe_needs_no_certificate_and_gets_health_only(ours: Tls, tmp_
         grpc.aio.insecure_channel(f"127.0.0.1:{free_port}") as probe,
     ):
         health: Any = health_pb2_grpc.HealthStub(probe)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_SECONDS, wait_for_ready=True)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
-            await health.Check(health_pb2.HealthCheckRequest(service="x" * 4096), timeout=10)
+            await health.Check(health_pb2.HealthCheckRequest(service="x" * 4096), timeout=LIMIT_SECONDS)
+        request = pb.StartValidationRequest(request_id="1")
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await ValidatorServiceStub(probe).StartValidation(pb.StartValidationRequest(request_id="1"), timeout=10)
+            await ValidatorServiceStub(probe).StartValidation(request, timeout=LIMIT_SECONDS)
         assert refusal.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 

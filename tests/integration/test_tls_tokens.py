@@ -27,6 +27,7 @@ from nexrl.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_
 from tests.support.certificates import OTHERS, OURS, Authority, environment
 from tests.support.counting_proxy import counting_proxy
 from tests.support.kubernetes_api import TokenReviewer, token, token_reviewer
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.rollout import Fake
 from tests.support.services import running_service
 
@@ -98,7 +99,7 @@ def show(tmp_path: Path) -> Callable[[str], Tls]:
 async def ask(channel: grpc.aio.Channel) -> int:
     request = pb.StartValidationRequest(request_id="one")
     method = ValidatorServiceStub(channel).StartValidation
-    return (await call(method, request, timeout_seconds=20)).samples
+    return (await call(method, request, timeout_seconds=LIMIT_SECONDS)).samples
 
 
 async def test_a_token_for_the_experiment_is_let_in_and_asked_about_once(
@@ -159,7 +160,7 @@ async def test_a_token_that_cannot_be_judged_now_is_tried_again(
     async with connect(process.token_address, show(token(OURS))) as channel:
         request = pb.StartValidationRequest(request_id="one")
         with pytest.raises(grpc.aio.AioRpcError, match=r"the token cannot be reviewed: .*503") as refusal:
-            await ValidatorServiceStub(channel).StartValidation(request, timeout=20)  # `call` would retry
+            await ValidatorServiceStub(channel).StartValidation(request, timeout=LIMIT_SECONDS)  # `call` would retry
         assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
         reviewer.status = 201
         assert await ask(channel) == 7
@@ -187,10 +188,10 @@ async def test_calls_that_wait_for_the_review_of_their_token_may_not_send_their_
     monkeypatch.setattr(admission, "MAX_WAITING", WAITING)
     async with counting_proxy(process.token_address) as proxy, connect(proxy.address, show(token(OURS))) as channel:
         method: Any = channel.unary_unary(f"/{SERVICE}/StartValidation")
-        calls = [method(bytes(MEBIBYTES * 2**20), timeout=50) for _ in range(WAITING)]
+        calls = [method(bytes(MEBIBYTES * 2**20), timeout=LIMIT_SECONDS) for _ in range(WAITING)]
         await proxy.until_silent()
         with pytest.raises(grpc.aio.AioRpcError, match=f"{WAITING} calls wait for a review") as refusal:
-            await method(b"", timeout=50)
+            await method(b"", timeout=LIMIT_SECONDS)
         assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
         assert proxy.sent_bytes < WAITING * 2**17
         may_end.set()
@@ -203,7 +204,7 @@ async def test_health_is_for_callers_who_are_admitted(process: ServiceProcess, t
     async with grpc.aio.secure_channel(process.token_address, trusted, options=options) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="no client certificate, and no bearer token"):
-            await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_SECONDS)
 
 
 async def test_the_policy_asks_replicas_where_tokens_are_taken(
@@ -215,7 +216,7 @@ async def test_the_policy_asks_replicas_where_tokens_are_taken(
     async with connect(process.token_address) as channel:
         policy = Policy(channel)
         following = asyncio.create_task(policy.follow_replicas())
-        (completion,) = await policy.generate([1, 2], 1, Sampling(max_new_tokens=1), timeout_seconds=20)
+        (completion,) = await policy.generate([1, 2], 1, Sampling(max_new_tokens=1), timeout_seconds=LIMIT_SECONDS)
         following.cancel()
         await policy.close()
     assert completion.finish_reason == "stop"

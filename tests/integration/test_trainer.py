@@ -30,9 +30,9 @@ from nexrl_trainer.checkpoint import HeldCheckpoint, find_latest_checkpoint, rea
 from nexrl_trainer.held_state import HeldState
 from nexrl_trainer.loop import TrainWorker
 from nexrl_trainer.service import TrainerServicer
-from tests.support.eventually import eventually
+from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.services import running_service
-from tests.support.training import CALL_SECONDS, STEPS, KillAt, RecordingLearner, World, building_worlds
+from tests.support.training import STEPS, KillAt, RecordingLearner, World, building_worlds
 
 if TYPE_CHECKING:
     from nexrl.v1.trainer_service_pb2_grpc import TrainerServiceAsyncStub
@@ -54,7 +54,6 @@ def weights(worker: TrainWorker) -> Weights:
 
 
 @pytest.mark.guide("A6", "D8", "L18")
-@pytest.mark.timeout(180)
 async def test_a_trainer_killed_at_any_call_makes_the_same_steps_as_one_that_never_was(
     build: Callable[[str], Awaitable[World]],
 ) -> None:
@@ -119,7 +118,7 @@ async def test_a_stop_waits_for_the_step_in_hand_and_saves_it(build: Callable[[s
         worker.learner.gate.clear()
         processor = world.processor(channel, worker)
         tasks = [asyncio.create_task(worker.run()), asyncio.create_task(processor.run())]
-        await asyncio.to_thread(worker.learner.is_training.wait, CALL_SECONDS)
+        await asyncio.to_thread(worker.learner.is_training.wait, LIMIT_SECONDS)
         stopping = asyncio.create_task(worker.stop())
         await asyncio.sleep(0)
         worker.learner.gate.set()
@@ -139,7 +138,7 @@ async def test_steps_are_made_while_a_checkpoint_is_written_and_a_stop_waits_for
     may_write, write = threading.Event(), HeldCheckpoint.write
 
     def write_late(held: HeldCheckpoint) -> Path:
-        assert may_write.wait(CALL_SECONDS)
+        assert may_write.wait(LIMIT_SECONDS)
         return write(held)
 
     monkeypatch.setattr(HeldCheckpoint, "write", write_late)
@@ -153,7 +152,7 @@ async def test_steps_are_made_while_a_checkpoint_is_written_and_a_stop_waits_for
         async def is_next_checkpoint_due() -> bool:
             return worker.learner.step == STEPS and worker.doing == "checkpoint"
 
-        await eventually(is_next_checkpoint_due, CALL_SECONDS)
+        await eventually(is_next_checkpoint_due)
         assert find_latest_checkpoint(checkpoints) is None
         stopping = asyncio.create_task(worker.stop())
         may_write.set()
@@ -212,12 +211,12 @@ async def test_a_checkpoint_that_its_caller_gives_up_is_written_and_the_next_one
 
         def slow_hold(folder: Path) -> HeldState:
             is_held.set()
-            assert may_go_on.wait(CALL_SECONDS)
+            assert may_go_on.wait(LIMIT_SECONDS)
             return type(worker.learner).hold_state(worker.learner, folder)
 
         monkeypatch.setattr(worker.learner, "hold_state", slow_hold)
         given_up = asyncio.create_task(worker.save_checkpoint())
-        await asyncio.to_thread(is_held.wait, CALL_SECONDS)
+        await asyncio.to_thread(is_held.wait, LIMIT_SECONDS)
         given_up.cancel()
         second = asyncio.create_task(worker.save_checkpoint())
         may_go_on.set()
@@ -234,7 +233,7 @@ async def test_a_trainer_that_was_replaced_ends_and_saves_nothing(build: Callabl
         worker.learner.gate.clear()
         processor = world.processor(channel, worker)
         tasks = [asyncio.create_task(worker.run()), asyncio.create_task(processor.run())]
-        await asyncio.to_thread(worker.learner.is_training.wait, CALL_SECONDS)
+        await asyncio.to_thread(worker.learner.is_training.wait, LIMIT_SECONDS)
         await world.pool.resume()
         worker.learner.gate.set()
         with pytest.raises(LeaseLostError, match="the ledger disagrees with this trainer after 1 steps"):
@@ -280,7 +279,7 @@ async def test_training_is_a_service_once_the_loop_has_ended(build: Callable[[st
         trainer: TrainerServiceAsyncStub = TrainerServiceStub(channel)
 
         async def ask(method: Callable[..., Any], request: object) -> Any:
-            return await call(method, request, timeout_seconds=CALL_SECONDS)
+            return await call(method, request, timeout_seconds=LIMIT_SECONDS)
 
         logprobs = decode_tensor("x", (await ask(trainer.Forward, pb.ForwardRequest(tensors=tensors))).logprobs)
         assert logprobs.shape == (6,)
@@ -339,7 +338,7 @@ async def test_calls_that_change_weights_are_refused_while_the_loop_trains(
         ]
         for method, request in refused:
             with pytest.raises(FailedPreconditionError, match="own loop is training"):
-                await call(method, request, timeout_seconds=CALL_SECONDS)
+                await call(method, request, timeout_seconds=LIMIT_SECONDS)
         forward = pb.ForwardRequest(tensors=encode_train_batch(batch()))
-        answer = await call(trainer.Forward, forward, timeout_seconds=CALL_SECONDS)
+        answer = await call(trainer.Forward, forward, timeout_seconds=LIMIT_SECONDS)
         assert np.isfinite(decode_tensor("x", answer.logprobs)).all()

@@ -19,9 +19,9 @@ from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl_trainer.checkpoint import SETTLED_SECONDS, find_latest_checkpoint, read_metadata
 from nexrl_weight_sync import weight_sync
-from tests.support.eventually import eventually
 from tests.support.forgetful_redis import ForgetfulRedis, forgetful_redis
-from tests.support.pool import CALL_SECONDS, TAG
+from tests.support.patience import LIMIT_SECONDS, eventually
+from tests.support.pool import TAG
 from tests.support.services import small_experiment
 from tests.support.trainer_process import Suicide
 from tests.support.trainers import Call, Death, World, running_world
@@ -44,15 +44,23 @@ BOUNDARIES = [(name, is_seen) for name in CALLS for is_seen in (False, True)]
 STEPS = len(BOUNDARIES) + EVERY_STEPS  # a death at each boundary, and a checkpoint after all of them
 
 
-def experiment(name: str, steps: int = STEPS) -> Experiment:
+def experiment(name: str, steps: int = STEPS, lease_seconds: float = 60.0) -> Experiment:
     return small_experiment(
         name,
         data={"type": "mock", "size": 4096, "shuffle": False},
         trainer={"steps": steps},
         checkpoint={"everySteps": EVERY_STEPS},
         algorithm={"learningRate": 0.01},
-        rollout={"maxNewTokens": 8, "leaseSeconds": 1},
+        rollout={"maxNewTokens": 8, "leaseSeconds": lease_seconds},
     )
+
+
+def forgotten(name: str) -> Experiment:
+    """For a Redis that loses writes. If it loses a put, the samples are leased again, and nobody holds their leases.
+
+    So the leases are short. One that ends too early only has its sample made again, with the same tokens.
+    """
+    return experiment(name, LOSS_STEPS, lease_seconds=1.0)
 
 
 async def undisturbed(folder: Path, redis_url: str, name: str, steps: int = STEPS) -> World:
@@ -91,7 +99,7 @@ async def assert_exactly_once(world: World) -> None:
 
 async def records(world: World) -> Sequence[pool_pb.SampleRecord]:
     request = pool_pb.ListSamplesRequest(model_tag=TAG, page_size=10_000)
-    answer = await call(world.pool.pool.ListSamples, request, timeout_seconds=CALL_SECONDS)
+    answer = await call(world.pool.pool.ListSamples, request, timeout_seconds=LIMIT_SECONDS)
     assert not answer.next_page_token
     return answer.records
 
@@ -122,9 +130,8 @@ def losing(loss: "Loss", redis: ForgetfulRedis, world: World) -> Callable[[Call]
             written_steps = train_pb.CommitCheckpointRequest.FromString(call.request).steps
             committed_steps = committed_steps if call.response is None else written_steps
         if call.name == "LeaseTrainBatch" and call.response is None:
-            await eventually(
-                is_checkpoint_there
-            )  # else it is a race what is lost, and which checkpoints are there then
+            # Otherwise it is a race what is lost, and which checkpoints are there then.
+            await eventually(is_checkpoint_there)
         if to_come:
             if to_come[0][0].is_due(call, len(world.steps)):
                 await asyncio.to_thread(to_come.pop(0)[1])
@@ -167,7 +174,7 @@ def saved_files(world: World) -> int:
 
 
 @pytest.mark.guide("A6", "D8", "J5", "J9", "J13", "L18")
-@pytest.mark.timeout(180)
+@pytest.mark.gate
 async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -182,8 +189,7 @@ async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_wa
         assert read_metadata(newest).batch_ids == (STEPS - 2, STEPS - 1)
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(600)
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "is_seen"), BOUNDARIES)
 async def test_a_trainer_killed_at_one_boundary_of_every_step_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str, name: str, is_seen: bool
@@ -198,7 +204,7 @@ async def test_a_trainer_killed_at_one_boundary_of_every_step_makes_the_run_of_o
 
 
 @pytest.mark.guide("D9")
-@pytest.mark.timeout(180)
+@pytest.mark.soak
 async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -219,7 +225,8 @@ async def test_a_trainer_killed_within_a_step_or_a_checkpoint_makes_the_run_of_o
         await assert_same_run(world, whole)
 
 
-@pytest.mark.timeout(max(180, 4 * RANDOM_KILLS))
+@pytest.mark.timeout(max(600, 30 * RANDOM_KILLS))
+@pytest.mark.soak
 async def test_a_trainer_killed_at_random_instants_makes_the_run_of_one_that_never_was(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
@@ -268,6 +275,8 @@ LOSSES = {
 
 
 IN_SOAK = {
+    "steps and their checkpoints",
+    "an acknowledgement within a checkpoint",
     "a committed checkpoint",
     "a train batch",
     "a batch",
@@ -277,17 +286,17 @@ IN_SOAK = {
 """What is also lost in another one of LOSSES."""
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "lost", [pytest.param(lost, marks=[pytest.mark.chaos] if lost in IN_SOAK else []) for lost in LOSSES]
+    "lost", [pytest.param(lost, marks=[pytest.mark.soak] if lost in IN_SOAK else []) for lost in LOSSES]
 )
+@pytest.mark.gate
 async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     tmp_path: Path, experiment_name: str, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_sync, "REPEAT_SECONDS", 0.2)
     loss = LOSSES[lost]
     with forgetful_redis() as redis:
-        async with running_world(tmp_path / "world", redis.url, experiment(experiment_name, LOSS_STEPS)) as world:
+        async with running_world(tmp_path / "world", redis.url, forgotten(experiment_name)) as world:
             world.settled_seconds = SETTLED_SECONDS
             world.before_call = losing(loss, redis, world)
             code, lives = await world.live(), 1
@@ -300,12 +309,13 @@ async def test_what_redis_has_lost_is_made_again_and_nothing_is_trained_twice(
     assert aside == {f"global_step_{step}.ahead-of-ledger" for step in loss.put_aside}
 
 
+@pytest.mark.gate
 async def test_a_trainer_without_a_checkpoint_that_fits_says_what_is_there_and_what_to_do(
     tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_sync, "REPEAT_SECONDS", 0.2)
     with forgetful_redis() as redis:
-        async with running_world(tmp_path / "world", redis.url, experiment(experiment_name, LOSS_STEPS)) as world:
+        async with running_world(tmp_path / "world", redis.url, forgotten(experiment_name)) as world:
             # Its older checkpoints are deleted at once: the ledger goes back further than Redis may.
             world.before_call = losing(LOSSES["steps and their checkpoints"], redis, world)
             assert [await world.live(), await world.live()] == [CONTRADICTED, NOTHING_FITS]

@@ -11,11 +11,9 @@ from safetensors.numpy import load_file
 
 from tests.support import leader_process
 from tests.support.leader_process import Done, Work
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.rank_process import RankCase
 
-pytestmark = pytest.mark.timeout(300)  # one process imports torch
-
-PATIENCE_SECONDS = 120.0
 STEPS = (9, 3, 12, 8, 5, 7)
 WEIGHT_TOLERANCE, FIGURE_TOLERANCE = 2e-6, 2e-5
 """Those of test_trainer_ranks.py."""
@@ -51,7 +49,7 @@ def done(folder: Path, size: int, work: Work) -> Done:
         process.start()
     theirs.close()
     try:
-        assert ours.poll(PATIENCE_SECONDS)
+        assert ours.poll(LIMIT_SECONDS)
         found: Done = ours.recv()
         return found
     finally:
@@ -83,6 +81,7 @@ def assert_holds_its_half_only(checkpoint: Path) -> None:
         assert all(len(moment) < whole[name.removeprefix("exp_avg.")][0] for name, moment in moments.items())
 
 
+@pytest.mark.gate
 def test_a_checkpoint_of_two_ranks_continues_on_one_on_four_and_bit_for_bit_on_two(tmp_path: Path) -> None:
     case = RankCase(STEPS, {"loss": "ppo_clip", "kl_coefficient": 0.1})
     whole, alone = done(tmp_path, 2, Work(case)), done(tmp_path, 1, Work(case))
@@ -96,6 +95,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_on_four_and_bit_for_bit_on_t
         assert_close(done(tmp_path, size, rest), Done(alone.figures[3:], alone.weights, []))
 
 
+@pytest.mark.gate
 def test_an_adapter_of_two_ranks_continues_on_one_and_bit_for_bit_on_two(tmp_path: Path) -> None:
     case = RankCase(STEPS[:4], {"loss": "ppo_clip"}, is_lora=True)
     whole, alone = done(tmp_path, 2, Work(case)), done(tmp_path, 1, Work(case))
@@ -109,6 +109,7 @@ def test_an_adapter_of_two_ranks_continues_on_one_and_bit_for_bit_on_two(tmp_pat
     assert_close(done(tmp_path, 1, rest), alone._replace(figures=alone.figures[2:]))
 
 
+@pytest.mark.soak
 def test_a_checkpoint_of_a_16_bit_model_continues_bit_for_bit_on_two_ranks(tmp_path: Path) -> None:
     case = RankCase(STEPS[:4], {"loss": "reinforce"}, data_type="bfloat16")
     whole = done(tmp_path, 2, Work(case))
@@ -117,6 +118,7 @@ def test_a_checkpoint_of_a_16_bit_model_continues_bit_for_bit_on_two_ranks(tmp_p
     assert done(tmp_path, 2, rest) == Done(whole.figures[2:], whole.weights, [])
 
 
+@pytest.mark.gate
 def test_a_batch_whose_loss_is_not_finite_leaves_no_gradient_on_any_rank(tmp_path: Path) -> None:
     (tmp_path / "spoiled_at_first.py").write_text(SPOILED)
     spoiled, sound = (

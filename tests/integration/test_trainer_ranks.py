@@ -11,8 +11,6 @@ from nexrl_trainer.losses import LOSSES
 from tests.support.rank_process import RankCase, train
 from tests.support.rank_processes import ON_CPUS, RankProcesses, assert_as_on_one_rank
 
-pytestmark = pytest.mark.timeout(300)  # four processes import torch
-
 MAX_RANKS = 4
 STEPS = [9, 3, 0, 12, 1, 8]
 """Sequences of each step: more than ranks, fewer than ranks, none."""
@@ -46,7 +44,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     ranks.end()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:
     algorithm = {"aggregation": AGGREGATIONS.get(loss, "token"), "entropy_coefficient": 0.05, "kl_coefficient": 0.1}
@@ -79,7 +77,7 @@ def test_a_moving_reference_does_not_depend_on_the_number_of_ranks(
     assert_as_on_one_rank(train(case), by_rank)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_an_adapter_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:
     algorithm = {"loss": loss, "entropy_coefficient": 0.05, "kl_coefficient": 0.1}

@@ -14,7 +14,8 @@ from nexrl.errors import InvalidArgumentError
 from nexrl.rpc.client import connect
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl.v1 import train_batch_pool_service_pb2 as train_pb
-from tests.support.training import CALL_SECONDS, KillAt, World, building_worlds
+from tests.support.patience import LIMIT_SECONDS
+from tests.support.training import KillAt, World, building_worlds
 
 
 class RecordingTracker(ActivityTracker):
@@ -52,7 +53,7 @@ async def test_a_run_publishes_every_version_and_saves_every_second_step(
 ) -> None:
     world = await build("plain")
     world.activity = tracker = RecordingTracker(activity_pb.Module(name="trainer"), None)
-    async with asyncio.timeout(CALL_SECONDS):
+    async with asyncio.timeout(LIMIT_SECONDS):
         assert await world.live() is not None
     assert world.publisher.published == [0, 1, 2, 3, 4]
     assert [step for step, _ in world.made] == [0, 1, 2, 3]

@@ -96,7 +96,7 @@ async def test_batches_without_a_trainable_sample_are_warned_of(
 
 
 @pytest.mark.guide("R4")
-@pytest.mark.timeout(120)
+@pytest.mark.gate
 async def test_a_process_of_ones_own_makes_the_train_batches(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:

@@ -24,14 +24,13 @@ from nexrl.v1.data_loader_service_pb2 import LeaseTasksRequest
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.policy_pb2 import Replica
 from nexrl.v1.trajectory_pb2 import CompletionSpan, Draw, Group, PolicySpan, SampleResult, Trajectory
+from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.pool import running_pool, scored
 from tests.support.rollout import FakeEngine, FakePool, FakeWeightSync, completion, serving
-from tests.support.runs import eventually
 from tests.support.services import small_experiment
 
 EXPERIMENT = small_experiment("looked-into")
 RECORDED = [5, 6, 7]
-CALL_SECONDS = 20.0
 LEASE_SECONDS = 3.0
 """Long enough that the run has ended before; it is waited for."""
 
@@ -65,7 +64,7 @@ async def private_redis(folder: Path) -> AsyncIterator[str]:
     socket = folder.parent / "redis.sock"
 
     async def until_it_answers() -> None:
-        await eventually(socket.exists, seconds=None)
+        await eventually(socket.exists)
         async with aclosing(await connect_redis(f"unix://{socket}")):
             return
 
@@ -110,7 +109,7 @@ async def test_a_run_that_has_ended_is_read_from_a_copy_that_lets_no_lease_run_o
         (lease,) = (await pool.lease(2)).leases
         await pool.put([scored(sample) for sample in lease.samples])
         request = LeaseTasksRequest(request_id="r", model_tag="default", max_samples=2, lease_seconds=LEASE_SECONDS)
-        (unfinished,) = (await call(pool.loader.LeaseTasks, request, timeout_seconds=CALL_SECONDS)).leases
+        (unfinished,) = (await call(pool.loader.LeaseTasks, request, timeout_seconds=LIMIT_SECONDS)).leases
     folder.close()
     before = contents(redis)
     async with samples_of(folder.path) as samples:

@@ -12,9 +12,10 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1 import validator_service_pb2 as validator_pb
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.pool import (
-    CALL_SECONDS,
     TAG,
+    UNTIL_WOKEN_SECONDS,
     Deploy,
     PoolClient,
     failed,
@@ -27,19 +28,19 @@ VALIDATION = {"data": {"type": "mock", "size": 2, "seed": 5}, "samplesPerTask": 
 
 async def start_validation(pool: PoolClient, version: int) -> int:
     request = validator_pb.StartValidationRequest(request_id=new_request_id(), model_tag=TAG, policy_version=version)
-    return (await call(pool.validator.StartValidation, request, timeout_seconds=CALL_SECONDS)).samples
+    return (await call(pool.validator.StartValidation, request, timeout_seconds=LIMIT_SECONDS)).samples
 
 
 async def wait_validation(
     pool: PoolClient, version: int, wait_seconds: float = 0
 ) -> validator_pb.WaitValidationResponse:
     request = validator_pb.WaitValidationRequest(model_tag=TAG, policy_version=version, wait_seconds=wait_seconds)
-    return await call(pool.validator.WaitValidation, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+    return await call(pool.validator.WaitValidation, request, timeout_seconds=wait_seconds + LIMIT_SECONDS)
 
 
 async def end_validation(pool: PoolClient, version: int) -> None:
     request = validator_pb.EndValidationRequest(request_id=new_request_id(), model_tag=TAG, policy_version=version)
-    await call(pool.validator.EndValidation, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.validator.EndValidation, request, timeout_seconds=LIMIT_SECONDS)
 
 
 @pytest.mark.guide("D10", "D11", "D12", "G6", "G7", "K1", "K2", "K4", "R6", "Q39")
@@ -50,7 +51,7 @@ async def test_a_round_grants_validation_samples_only_until_it_has_ended(deploy:
     assert await start_validation(there, 0) == 4  # the same round
     with pytest.raises(FailedPreconditionError, match="version 0 is being validated"):
         await start_validation(there, 1)
-    waiting = asyncio.create_task(wait_validation(there, 0, wait_seconds=30))
+    waiting = asyncio.create_task(wait_validation(there, 0, wait_seconds=UNTIL_WOKEN_SECONDS))
     leases = (await here.lease()).leases
     assert {lease.purpose for lease in leases} == {pb.PURPOSE_VALIDATION}
     assert {lease.temperature for lease in leases} == {0.25}
@@ -62,11 +63,11 @@ async def test_a_round_grants_validation_samples_only_until_it_has_ended(deploy:
     )
     for lease in leases:
         assert await here.put([scored(s) for s in lease.samples], purpose=lease.purpose) == ["ACCEPTED"] * 2
-    assert (await asyncio.wait_for(waiting, 5)).metrics["val/num_samples"] == 4
-    blocked = asyncio.create_task(here.lease(wait_seconds=30))
+    assert (await finished(waiting, "the waiting call is woken")).metrics["val/num_samples"] == 4
+    blocked = asyncio.create_task(here.lease(wait_seconds=UNTIL_WOKEN_SECONDS))
     await end_validation(there, 0)
     await end_validation(there, 0)
-    assert {lease.purpose for lease in (await asyncio.wait_for(blocked, 5)).leases} == {pb.PURPOSE_TRAINING}
+    assert {lease.purpose for lease in (await finished(blocked, "training goes on")).leases} == {pb.PURPOSE_TRAINING}
     with pytest.raises(NotFoundError, match="policy_version: 0 is not being validated"):
         await wait_validation(here, 0)
 
@@ -118,16 +119,16 @@ async def test_the_samples_of_a_round_can_be_counted_listed_and_read_until_it_ha
     results = [scored(first.samples[0], trajectory(0.5)), *map(failed, second.samples)]
     await pool.put(results, purpose=pb.PURPOSE_VALIDATION)
     counted = pool_pb.GetTrajectoryPoolStateRequest(model_tag=TAG, purpose=pb.PURPOSE_VALIDATION)
-    (state,) = (await call(pool.pool.GetTrajectoryPoolState, counted, timeout_seconds=CALL_SECONDS)).pools
+    (state,) = (await call(pool.pool.GetTrajectoryPoolState, counted, timeout_seconds=LIMIT_SECONDS)).pools
     assert (state.granted, state.leased, dict(state.dropped)) == (4, 1, {"env_error": 2})
     listing = pool_pb.ListSamplesRequest(model_tag=TAG, purpose=pb.PURPOSE_VALIDATION)
-    records = (await call(pool.pool.ListSamples, listing, timeout_seconds=CALL_SECONDS)).records
+    records = (await call(pool.pool.ListSamples, listing, timeout_seconds=LIMIT_SECONDS)).records
     assert [(record.sample_id, record.state) for record in records] == [
         (first.samples[0].sample_id, pool_pb.SAMPLE_STATE_PRODUCED),
         (first.samples[1].sample_id, pool_pb.SAMPLE_STATE_LEASED),
     ]
     reading = pool_pb.GetSampleRequest(model_tag=TAG, sample_id=records[0].sample_id, purpose=pb.PURPOSE_VALIDATION)
-    found = await call(pool.pool.GetSample, reading, timeout_seconds=CALL_SECONDS)
+    found = await call(pool.pool.GetSample, reading, timeout_seconds=LIMIT_SECONDS)
     assert found.result.trajectories[0].reward == 0.5
     await end_validation(pool, 0)
-    assert not (await call(pool.pool.ListSamples, listing, timeout_seconds=CALL_SECONDS)).records
+    assert not (await call(pool.pool.ListSamples, listing, timeout_seconds=LIMIT_SECONDS)).records

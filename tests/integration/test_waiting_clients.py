@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,18 +14,26 @@ from nexrl.rpc.client import call, new_request_id
 from nexrl.store import Redis, connect_redis
 from nexrl.v1 import data_loader_service_pb2 as pb
 from nexrl.v1.trajectory_pb2 import SampleLease
+from nexrl_trajectory_pool import pool as pool_module
+from nexrl_trajectory_pool import server as pool_server
 from nexrl_trajectory_pool import wakeups
 from nexrl_trajectory_pool.wakeups import WakeUps
-from tests.support.pool import CALL_SECONDS, TAG, PoolClient, running_pool, scored
-from tests.support.runs import eventually
+from tests.support.patience import LIMIT_SECONDS, eventually, finished
+from tests.support.pool import TAG, UNTIL_WOKEN_SECONDS, PoolClient, running_pool, scored
 from tests.support.services import small_experiment
 
 Deploy = Callable[..., Awaitable[PoolClient]]
 Waiting = asyncio.Task[pb.LeaseTasksResponse]
 CLIENTS = 300
-WAIT_SECONDS = 50.0
 CALLS_OF_OTHERS = 60
-"""More calls than the pool's own loops make in a test, about three a second; far fewer than CLIENTS."""
+"""More calls than serve the client that is woken; far fewer than CLIENTS. The pool's own loops make none here."""
+
+
+@pytest.fixture(autouse=True)
+def _only_calls_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the pool's own loops, which call the ledger about three times a second: some tests count its calls."""
+    monkeypatch.setattr(pool_server, "METRICS_SECONDS", 3600.0)
+    monkeypatch.setattr(pool_module, "MAX_SLEEP_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -48,16 +55,19 @@ async def count(redis: Redis, command: str) -> int:
 
 async def at_least(redis: Redis, command: str, number: int) -> None:
     """Return when the server has run a command so often."""
-    deadline = time.monotonic() + CALL_SECONDS
-    while await count(redis, command) < number:
-        assert time.monotonic() < deadline, f"{command}: not {number} times within {CALL_SECONDS} s"
-        await asyncio.sleep(0.02)
+
+    async def is_enough() -> bool:
+        return await count(redis, command) >= number
+
+    await eventually(is_enough, f"the server has run {command} {number} times")
 
 
 async def waiting(redis: Redis, number: int, *pools: PoolClient) -> list[Waiting]:
     """`number` clients of each pool that have looked for a task and found none."""
     before = await count(redis, "evalsha")
-    calls = [asyncio.create_task(pool.lease(2, wait_seconds=WAIT_SECONDS)) for _ in range(number) for pool in pools]
+    calls = [
+        asyncio.create_task(pool.lease(2, wait_seconds=UNTIL_WOKEN_SECONDS)) for _ in range(number) for pool in pools
+    ]
     await at_least(redis, "evalsha", before + len(calls))
     return calls
 
@@ -70,7 +80,7 @@ async def end(calls: list[Waiting]) -> None:
 
 async def give_back(pool: PoolClient, samples: list[SampleLease]) -> None:
     request = pb.ReturnSamplesRequest(request_id=new_request_id(), model_tag=TAG, samples=samples)
-    await call(pool.loader.ReturnSamples, request, timeout_seconds=CALL_SECONDS)
+    await call(pool.loader.ReturnSamples, request, timeout_seconds=LIMIT_SECONDS)
 
 
 async def lease_all(pool: PoolClient) -> list[SampleLease]:
@@ -100,7 +110,7 @@ async def test_a_version_wakes_as_many_as_its_credit_serves_at_all_processes(dep
     calls = await waiting(redis, 50, here, there)
     before = await count(redis, "evalsha")
     await here.set_version(1)  # a batch more: two tasks of two samples
-    answers = asyncio.as_completed(calls, timeout=CALL_SECONDS)
+    answers = asyncio.as_completed(calls, timeout=LIMIT_SECONDS)
     woken = [await next(answers), await next(answers)]
     assert [len(answer.leases[0].samples) for answer in woken] == [2, 2]
     assert await count(redis, "evalsha") - before < CALLS_OF_OTHERS
@@ -113,7 +123,7 @@ async def test_the_end_of_the_data_reaches_all_who_wait(deploy: Deploy, redis: R
     held = await lease_all(here)
     calls = await waiting(redis, 50, here, there)
     await here.put([scored(sample) for sample in held])
-    answers = await asyncio.wait_for(asyncio.gather(*calls), CALL_SECONDS)
+    answers = await finished(asyncio.gather(*calls), "all are told")
     assert all(answer.exhausted and not answer.leases for answer in answers)
 
 
@@ -124,9 +134,9 @@ async def test_a_client_that_hangs_up_leaves_its_turn_to_the_next(deploy: Deploy
     gone = await waiting(redis, 10, pool)
     (next_in_line,) = await waiting(redis, 1, pool)
     await end(gone)
-    await eventually(lambda: cancelled_leases() == ended + len(gone), seconds=CALL_SECONDS)
+    await eventually(lambda: cancelled_leases() == ended + len(gone))
     await give_back(pool, held[:1])
-    assert len((await asyncio.wait_for(next_in_line, CALL_SECONDS)).leases) == 1
+    assert len((await finished(next_in_line, "the next in line is served")).leases) == 1
 
 
 def cancelled_leases() -> float:
@@ -138,12 +148,12 @@ async def test_a_small_batch_does_not_wait_behind_a_large_one(deploy: Deploy, re
     pool = await deploy()
     held = await lease_all(pool)
     before = await count(redis, "evalsha")
-    large = asyncio.create_task(pool.lease_batch(batch_size=4, wait_seconds=WAIT_SECONDS))
+    large = asyncio.create_task(pool.lease_batch(batch_size=4, wait_seconds=UNTIL_WOKEN_SECONDS))
     await at_least(redis, "evalsha", before + 1)
-    small = asyncio.create_task(pool.lease_batch(batch_size=2, wait_seconds=WAIT_SECONDS))
+    small = asyncio.create_task(pool.lease_batch(batch_size=2, wait_seconds=UNTIL_WOKEN_SECONDS))
     await at_least(redis, "evalsha", before + 2)
     await pool.put([scored(sample) for sample in held[:2]])
-    batch = (await asyncio.wait_for(small, CALL_SECONDS)).lease
+    batch = (await finished(small, "the small batch is served")).lease
     assert [sample.sample_id for group in batch.groups for sample in group.samples] == ["0.0", "0.1"]
     assert not large.done()
     large.cancel()
@@ -215,12 +225,12 @@ async def test_a_redis_that_vanished_without_a_word_is_noticed_and_all_look_agai
 
     relay = Relay(tmp_path / "relay.sock", redis_url)
     async with relay.running(), listening(relay.url, experiment_name) as told:
-        waits = [asyncio.create_task(told.until("tasks", take, WAIT_SECONDS)) for _ in range(3)]
-        await eventually(lambda: looks >= len(waits), seconds=CALL_SECONDS)
+        waits = [asyncio.create_task(told.until("tasks", take, UNTIL_WOKEN_SECONDS)) for _ in range(3)]
+        await eventually(lambda: looks >= len(waits))
         relay.fall_silent()
         stock = 3
         await redis.publish(experiment_name, "tasks")  # which reaches nobody
-        assert await asyncio.wait_for(asyncio.gather(*waits), CALL_SECONDS) == [True] * 3
+        assert await finished(asyncio.gather(*waits), "all look again") == [True] * 3
 
 
 async def test_a_connection_on_which_nothing_happens_is_kept(

@@ -18,8 +18,20 @@ from nexrl.weights.packing import snapshot
 from nexrl.weights.published import PublishedVersions
 from nexrl_weight_sync import weight_sync
 from nexrl_weight_sync.weight_sync import View
-from tests.support.runs import eventually
-from tests.support.weights import BUCKET_BYTES, MODEL_TAG, World, example_tensors, rules, running_weight_sync, taken
+from tests.support.patience import LIMIT_SECONDS, eventually, finished
+from tests.support.weights import (
+    BUCKET_BYTES,
+    MODEL_TAG,
+    SHORT_LEASE_SECONDS,
+    World,
+    example_tensors,
+    rules,
+    running_weight_sync,
+    taken,
+)
+
+EXPIRED = "expired: "
+"""Weight sync logs it when a lease or a sync has reached its end. What is noticed at once needs no such end."""
 
 
 def ready_ids(view: View) -> set[str]:
@@ -44,12 +56,12 @@ def prepare(policy_version: int, *, wait_seconds: float) -> pb.PrepareSyncReques
 
 async def gate(world: World, wait_seconds: float = 0) -> pb.CheckRolloutStatusResponse:
     request = pb.CheckRolloutStatusRequest(model_tag=MODEL_TAG, wait_seconds=wait_seconds)
-    return await call(world.stub().CheckRolloutStatus, request, timeout_seconds=wait_seconds + 5)
+    return await call(world.stub().CheckRolloutStatus, request, timeout_seconds=wait_seconds + LIMIT_SECONDS)
 
 
 async def watched(world: World) -> pb.WatchReplicasResponse:
     """Return the first message of WatchReplicas."""
-    states = world.stub().WatchReplicas(pb.WatchReplicasRequest(model_tag=MODEL_TAG), timeout=5)
+    states = world.stub().WatchReplicas(pb.WatchReplicasRequest(model_tag=MODEL_TAG), timeout=LIMIT_SECONDS)
     first: pb.WatchReplicasResponse = await anext(aiter(states))
     states.cancel()
     return first
@@ -72,7 +84,7 @@ async def test_versions_reach_all_replicas_through_one_open_group(redis: Redis, 
         assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE
         assert (await watched(world)).gate == ""
         request = pb.GetWeightSyncStateRequest(model_tag=MODEL_TAG)
-        state = await call(world.stub().GetWeightSyncState, request, timeout_seconds=5)
+        state = await call(world.stub().GetWeightSyncState, request, timeout_seconds=LIMIT_SECONDS)
         assert (state.committed_version, state.waiting_for_validation) == (2, False)
         assert sorted(set(world.told)) == [0, 1, 2]
 
@@ -84,21 +96,21 @@ async def test_the_pool_is_told_again_what_it_may_have_forgotten(
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await world.replica("a")
         await (await world.publisher()).publish(taken(example_tensors(0), 0))
-        await eventually(lambda: world.told.count(0) >= 3, seconds=10)
+        await eventually(lambda: world.told.count(0) >= 3)
 
 
 async def test_a_replica_killed_in_mid_transfer_is_put_out_and_the_others_get_the_version(
-    redis: Redis, experiment_name: str
+    redis: Redis, experiment_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("sound"), world.replica("dying", "die"))
         publisher = await world.publisher()
         await publisher.publish(taken(example_tensors(0), 0))
-        async with asyncio.timeout(10):  # half of the timeout of a sync: nobody waits for the dead
-            publication = await publisher.publish(taken(example_tensors(1), 1))
+        publication = await finished(publisher.publish(taken(example_tensors(1), 1)), "version 1 is published")
         assert publication.committed_version == 1
         assert publication.attempts >= 2
         assert ready_ids(world.weight_sync.view()) == {"sound"}
+        assert EXPIRED not in caplog.text  # nobody waits for the dead
 
 
 async def test_a_replica_that_leaves_in_the_middle_of_its_load_holds_nobody_up(
@@ -108,33 +120,39 @@ async def test_a_replica_that_leaves_in_the_middle_of_its_load_holds_nobody_up(
         await asyncio.gather(world.replica("sound"), world.replica("leaving", "leave"))
         publisher = await world.publisher()
         await publisher.publish(taken(example_tensors(0), 0))
-        async with asyncio.timeout(10):
-            publication = await publisher.publish(taken(example_tensors(1), 1))
+        publication = await finished(publisher.publish(taken(example_tensors(1), 1)), "version 1 is published")
         assert (publication.committed_version, publication.attempts) == (1, 1)
         assert ready_ids(world.weight_sync.view()) == {"sound"}
         assert "during the call" in caplog.text
+        assert EXPIRED not in caplog.text
 
 
-async def test_a_replica_dead_before_the_transfer_does_not_hold_it_up(redis: Redis, experiment_name: str) -> None:
+async def test_a_replica_dead_before_the_transfer_does_not_hold_it_up(
+    redis: Redis, experiment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         _, dead = await asyncio.gather(world.replica("sound"), world.replica("dead"))
         dead.kill()
         publisher = await world.publisher()
-        async with asyncio.timeout(10):
-            assert (await publisher.publish(taken(example_tensors(0), 0))).committed_version == 0
+        publication = await finished(publisher.publish(taken(example_tensors(0), 0)), "version 0 is published")
+        assert publication.committed_version == 0
         assert ready_ids(world.weight_sync.view()) == {"sound"}
+        assert EXPIRED not in caplog.text
 
 
-async def test_a_silent_replica_is_put_out_with_its_lease(redis: Redis, experiment_name: str) -> None:
-    async with running_weight_sync(redis, experiment_name, rules()) as world:
+async def test_a_silent_replica_is_put_out_with_its_lease(
+    redis: Redis, experiment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_weight_sync(redis, experiment_name, rules(lease_seconds=SHORT_LEASE_SECONDS)) as world:
         _, frozen = await asyncio.gather(world.replica("sound"), world.replica("frozen"))
         publisher = await world.publisher()
         await publisher.publish(taken(example_tensors(0), 0))
         frozen.freeze()
-        async with asyncio.timeout(15):  # below the timeout of a sync
-            publication = await publisher.publish(taken(example_tensors(1), 1))
+        publication = await finished(publisher.publish(taken(example_tensors(1), 1)), "version 1 is published")
         assert publication.committed_version == 1
-        assert ready_ids(world.weight_sync.view()) == {"sound"}
+        await world.until(lambda view: ready_ids(view) == {"sound"})
+        assert "expired: replica frozen is silent" in caplog.text
+        assert "took too long" not in caplog.text  # it was not the timeout of the sync
 
 
 async def test_a_replica_with_other_bytes_is_put_out_and_served_again(redis: Redis, experiment_name: str) -> None:
@@ -150,7 +168,7 @@ async def test_a_replica_with_other_bytes_is_put_out_and_served_again(redis: Red
 
 
 async def test_a_late_replica_gets_the_committed_version_without_a_new_one(redis: Redis, experiment_name: str) -> None:
-    async with running_weight_sync(redis, experiment_name, rules()) as world:
+    async with running_weight_sync(redis, experiment_name, rules(lease_seconds=SHORT_LEASE_SECONDS)) as world:
         first = await world.replica("first")
         publisher = await world.publisher()
         await publisher.publish(taken(example_tensors(0), 0))
@@ -165,7 +183,9 @@ async def test_a_late_replica_gets_the_committed_version_without_a_new_one(redis
 async def synced(world: World) -> tuple[str, int]:
     """Return what identifies a sync."""
     state = await call(
-        world.stub().GetWeightSyncState, pb.GetWeightSyncStateRequest(model_tag=MODEL_TAG), timeout_seconds=5
+        world.stub().GetWeightSyncState,
+        pb.GetWeightSyncStateRequest(model_tag=MODEL_TAG),
+        timeout_seconds=LIMIT_SECONDS,
     )
     outcome = world.weight_sync.coordinator.last_outcome
     assert outcome is not None
@@ -199,7 +219,7 @@ async def test_replicas_are_served_from_the_shared_folder_without_a_trainer(
         first = await world.replica("first")
         publisher = await world.publisher()
         await publisher.publish(taken(example_tensors(0), 0))
-        await eventually((tmp_path / MODEL_TAG / "version_0").is_dir, seconds=30)
+        await eventually((tmp_path / MODEL_TAG / "version_0").is_dir)
         await world.trainer_dies(publisher)
         first.kill()
         await world.replica("second")
@@ -217,7 +237,7 @@ async def test_a_torn_version_in_the_shared_folder_is_broadcast_instead(
         await publisher.publish(taken(example_tensors(0), 0))
         before = await synced(world)
         tensors = tmp_path / MODEL_TAG / "version_0" / "model.safetensors"
-        await eventually(tensors.is_file, seconds=30)
+        await eventually(tensors.is_file)
         os.truncate(tensors, 1000)
         monkeypatch.setattr(PublishedVersions, "write", lambda self, weights: None)  # nor is it mended
         await world.replica("second")
@@ -225,13 +245,15 @@ async def test_a_torn_version_in_the_shared_folder_is_broadcast_instead(
         assert await synced(world) != before
 
 
-async def test_a_replica_of_another_model_is_put_out(redis: Redis, experiment_name: str) -> None:
+async def test_a_replica_of_another_model_is_put_out(
+    redis: Redis, experiment_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_weight_sync(redis, experiment_name, rules()) as world:
         await asyncio.gather(world.replica("sound"), world.replica("misfit", "misfit"))
         publisher = await world.publisher()
-        async with asyncio.timeout(10):
-            await publisher.publish(taken(example_tensors(0), 0))
+        await finished(publisher.publish(taken(example_tensors(0), 0)), "version 0 is published")
         assert ready_ids(world.weight_sync.view()) == {"sound"}
+        assert EXPIRED not in caplog.text
 
 
 async def test_an_older_version_is_left_alone(redis: Redis, experiment_name: str) -> None:
@@ -269,15 +291,15 @@ async def test_a_validation_holds_the_version(redis: Redis, experiment_name: str
         publisher = await world.publisher()
         await publisher.publish(taken(example_tensors(0), 0))
         stub = world.stub()
-        request = pb.WaitForValidationRequest(model_tag=MODEL_TAG, wait_seconds=5)
-        held = await call(stub.WaitForValidation, request, timeout_seconds=10)
+        request = pb.WaitForValidationRequest(model_tag=MODEL_TAG, wait_seconds=LIMIT_SECONDS)
+        held = await call(stub.WaitForValidation, request, timeout_seconds=LIMIT_SECONDS)
         assert (held.waiting, held.policy_version) == (True, 0)
-        prepared = await call(stub.PrepareSync, prepare(1, wait_seconds=0.1), timeout_seconds=5)
+        prepared = await call(stub.PrepareSync, prepare(1, wait_seconds=0.1), timeout_seconds=LIMIT_SECONDS)
         assert (prepared.sync_id, prepared.waiting_on) == ("", "validation")
         assert (await gate(world)).status == pb.ROLLOUT_STATUS_CONTINUE  # validation rollouts pass it
         next_version = asyncio.create_task(publisher.publish(taken(example_tensors(1), 1)))
         end = pb.EndValidationHoldRequest(request_id=new_request_id(), model_tag=MODEL_TAG, policy_version=0)
-        await call(stub.EndValidationHold, end, timeout_seconds=5)
+        await call(stub.EndValidationHold, end, timeout_seconds=LIMIT_SECONDS)
         assert (await next_version).committed_version == 1
 
 
@@ -302,15 +324,17 @@ async def test_calls_that_name_no_sync_or_tag_are_refused(redis: Redis, experime
         stub = world.stub()
         commit = pb.CommitSyncRequest(request_id="r", model_tag=MODEL_TAG, sync_id="x")
         with pytest.raises(NotFoundError, match="not running"):
-            await call(stub.CommitSync, commit, timeout_seconds=5)
+            await call(stub.CommitSync, commit, timeout_seconds=LIMIT_SECONDS)
         with pytest.raises(NotFoundError, match="model_tag"):
-            await call(stub.GetWeightSyncState, pb.GetWeightSyncStateRequest(model_tag="other"), timeout_seconds=5)
+            await call(
+                stub.GetWeightSyncState, pb.GetWeightSyncStateRequest(model_tag="other"), timeout_seconds=LIMIT_SECONDS
+            )
         nameless = pb.RegisterReplicaRequest(request_id="r", model_tag=MODEL_TAG)
         with pytest.raises(InvalidArgumentError, match="replica_id"):
-            await call(stub.RegisterReplica, nameless, timeout_seconds=5)
+            await call(stub.RegisterReplica, nameless, timeout_seconds=LIMIT_SECONDS)
         request = pb.PrepareSyncRequest(request_id="r", model_tag=MODEL_TAG)
         with pytest.raises(InvalidArgumentError, match="manifest"):
-            await call(stub.PrepareSync, request, timeout_seconds=5)
+            await call(stub.PrepareSync, request, timeout_seconds=LIMIT_SECONDS)
 
 
 async def test_a_version_that_redis_has_lost_is_committed_again(redis: Redis, experiment_name: str) -> None:

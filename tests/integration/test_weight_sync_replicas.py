@@ -12,6 +12,7 @@ from nexrl.errors import UnavailableError
 from nexrl.weights.packing import snapshot
 from nexrl.weights.rendezvous import Rendezvous
 from nexrl_weight_sync.replicas import ReplicaClients
+from tests.support.patience import LIMIT_SECONDS, finished
 from tests.support.weights import BUCKET_BYTES, example_tensors
 
 Call = Callable[[ReplicaClients, str], Awaitable[object]]
@@ -53,18 +54,18 @@ async def replica() -> AsyncIterator[Silent]:
 
 @pytest.mark.parametrize("call", [receive, commit])
 async def test_a_replica_that_is_put_out_during_a_call_is_away(replica: Silent, call: Call) -> None:
-    clients = ReplicaClients(timeout_seconds=30.0)
+    clients = ReplicaClients(timeout_seconds=2 * LIMIT_SECONDS)
     calling = asyncio.ensure_future(call(clients, replica.address))
     await replica.is_asked.wait()
     await clients.keep_only(set())
     with pytest.raises(UnavailableError, match="during the call"):
-        await asyncio.wait_for(calling, 10.0)
+        await finished(calling, "the call ends, long before its own timeout")
 
 
 @pytest.mark.parametrize("call", [receive, commit])
 @pytest.mark.parametrize("ends", ["caller", "service"])
 async def test_a_call_that_is_no_longer_wanted_is_nobodys_failure(replica: Silent, call: Call, ends: str) -> None:
-    clients = ReplicaClients(timeout_seconds=30.0)
+    clients = ReplicaClients(timeout_seconds=2 * LIMIT_SECONDS)
     calling = asyncio.ensure_future(call(clients, replica.address))
     await replica.is_asked.wait()
     if ends == "caller":
@@ -72,5 +73,5 @@ async def test_a_call_that_is_no_longer_wanted_is_nobodys_failure(replica: Silen
     else:
         await clients.close()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(calling, 10.0)
+        await finished(calling, "the call ends, long before its own timeout")
     await clients.close()

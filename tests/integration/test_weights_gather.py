@@ -12,8 +12,6 @@ from nexrl.weights.packing import snapshot
 from tests.support.gather_process import RANKS, Gathered, LlamaCase, TensorsCase, main
 from tests.support.spawned_processes import SpawnedProcesses
 
-pytestmark = pytest.mark.timeout(180)  # three processes import FSDP
-
 GLOO_THREADS = 2
 ONE_PAIR = settings(max_examples=25)
 
@@ -70,6 +68,7 @@ def padded_bytes(shape: tuple[int, ...], nbytes: int) -> int:
 
 @ONE_PAIR
 @given(llamas, bucket_sizes)
+@pytest.mark.gate
 def test_the_buckets_of_a_sharded_llama_are_those_of_the_whole_one(
     pair: Pair, case: LlamaCase, bucket_bytes: int
 ) -> None:

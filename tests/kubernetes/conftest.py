@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import RESTRICTED, Namespace, command, fresh_namespace, missing
+from tests.support.cluster import RESTRICTED, WAIT, Namespace, command, eventually, fresh_namespace, missing
 from tests.support.experiments import FOREVER, Running, applied, slow
 
 HERE = Path(__file__).parent
+TEST_SECONDS = 1800
+"""Only ends a hung test, after the waits for pods and runs in it would have ended."""
 RELEASE = "nexrl"
+OF_EXPERIMENTS = "pods,jobs,statefulsets,pvc,configmaps,secrets,networkpolicies"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,6 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.kubernetes)
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
             if why:
                 item.add_marker(pytest.mark.skip(reason=why))
 
@@ -32,9 +36,10 @@ def namespace() -> Iterator[Namespace]:
     with fresh_namespace(RESTRICTED) as found:
         found.install(RELEASE)
         yield found
-        found.kubectl("delete", "experiments", "--all", "--timeout=120s", seconds=180.0)
+        found.kubectl("delete", "experiments", "--all", WAIT)
+        eventually(lambda: not found.list(OF_EXPERIMENTS, "nexrl.dev/experiment"), "deleted experiments left nothing")
         found.uninstall(RELEASE)
-        command("kubectl", "delete", "crd", "experiments.nexrl.dev", "--ignore-not-found", "--timeout=60s")
+        command("kubectl", "delete", "crd", "experiments.nexrl.dev", "--ignore-not-found", WAIT)
 
 
 @pytest.fixture(scope="package")

@@ -3,14 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nexrl.spec import yaml_core
-from tests.support.cluster import Namespace, Object, eventually
+from tests.support.cluster import WAIT, Namespace, Object, eventually
 from tests.support.experiments import applied, assert_balanced
 from tests.support.python_pods import python_pod
-
-pytestmark = pytest.mark.timeout(900)
 
 EXAMPLE = Path(__file__).parents[2] / "examples/agent-elsewhere/experiment.yaml"
 NAME, RELEASE = "elsewhere", "nexrl"
@@ -79,7 +75,7 @@ def test_an_agent_in_another_pod_is_trained_and_one_with_a_foreign_token_or_with
     ours, labels = name_in_certificates(namespace), {"nexrl.dev/agents-of": NAME}
     foreign = ours.replace(NAME, "another")
     with applied(namespace, experiment()) as running:
-        eventually(lambda: running.ready("rollout"), "the gateway is ready", 300.0)
+        eventually(lambda: running.ready("rollout"), "the gateway is ready")
         for name, has_label, audience in (
             ("foreign-agent", True, foreign),
             ("unlabelled-agent", False, ours),
@@ -88,5 +84,5 @@ def test_an_agent_in_another_pod_is_trained_and_one_with_a_foreign_token_or_with
             namespace.apply(agent(namespace, name, labels if has_label else {}, audience))
         assert_balanced(running.until("Complete"))
         refused = (("foreign-agent", "PermissionDenied"), ("unlabelled-agent", "Unavailable"))
-        eventually(lambda: all(why in namespace.kubectl("logs", name) for name, why in refused), "both say why", 180.0)
-        namespace.kubectl("delete", "pods", "agent", "foreign-agent", "unlabelled-agent", "--timeout=60s", seconds=90.0)
+        eventually(lambda: all(why in namespace.kubectl("logs", name) for name, why in refused), "both say why")
+        namespace.kubectl("delete", "pods", "agent", "foreign-agent", "unlabelled-agent", WAIT)

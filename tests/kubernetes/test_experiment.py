@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.kubernetes.conftest import RELEASE
-from tests.support.cluster import Namespace, command
+from tests.support.cluster import WAIT, Namespace, command
 from tests.support.experiments import SORT_DIGITS, Running, applied, assert_balanced, sort_digits
 from tests.support.pages import HOW_TO, write_files
-
-pytestmark = pytest.mark.timeout(1800)
 
 
 def test_release_passes_its_own_tests(namespace: Namespace) -> None:
@@ -18,6 +16,7 @@ def test_release_passes_its_own_tests(namespace: Namespace) -> None:
 
 
 @pytest.mark.guide("A1", "R2")
+@pytest.mark.soak
 def test_example_is_trained(namespace: Namespace) -> None:
     namespace.kubectl("apply", "--filename", str(SORT_DIGITS))
     ended = Running(namespace, "sort-digits").until("Complete")
@@ -25,10 +24,21 @@ def test_example_is_trained(namespace: Namespace) -> None:
     assert ended["status"]["progress"]["step"] == 450
     assert float(ended["status"]["progress"]["reward"]) >= 0.9
     assert_balanced(ended)
-    namespace.kubectl("delete", "experiment", "sort-digits", "--timeout=120s", seconds=150.0)
+    namespace.kubectl("delete", "experiment", "sort-digits", WAIT)
+
+
+@pytest.mark.guide("A1", "R2")
+def test_first_steps_of_the_example_teach_it_something(namespace: Namespace) -> None:
+    with applied(namespace, sort_digits("first-steps", trainer__steps=100)) as running:
+        ended = running.until("Complete")
+        assert ended["status"]["phase"] == "Succeeded"
+        assert ended["status"]["progress"]["step"] == 100
+        assert float(ended["status"]["progress"]["reward"]) >= 0.2
+        assert_balanced(ended)
 
 
 @pytest.mark.vllm
+@pytest.mark.soak
 def test_example_is_trained_on_vllm(namespace: Namespace) -> None:
     item = sort_digits("on-vllm", inference__backend="vllm", trainer__steps=20)
     with applied(namespace, item) as running:
@@ -36,6 +46,7 @@ def test_example_is_trained_on_vllm(namespace: Namespace) -> None:
 
 
 @pytest.mark.parametrize(("page", "name"), [("write-a-loss", "own-loss"), ("write-a-rollout-worker", "own-worker")])
+@pytest.mark.soak
 def test_submitted_code_of_the_user_trains_on_the_cluster(
     namespace: Namespace, tmp_path: Path, page: str, name: str
 ) -> None:
@@ -45,4 +56,4 @@ def test_submitted_code_of_the_user_trains_on_the_cluster(
     ended = Running(namespace, name).until("Complete")
     assert ended["status"]["progress"]["step"] == 4
     assert_balanced(ended)
-    namespace.kubectl("delete", "experiment", name, "--timeout=120s", seconds=150.0)
+    namespace.kubectl("delete", "experiment", name, WAIT)

@@ -8,8 +8,6 @@ import pytest
 from tests.support.cluster import Namespace, condition
 from tests.support.experiments import Running, applied, sort_digits
 
-pytestmark = pytest.mark.timeout(600)
-
 REWARD = "import time\n\n\ndef reward(task, text, is_finished):\n    "
 BODIES = {
     "samples-raise": "raise ValueError('no grade')",
@@ -47,6 +45,7 @@ def failing(namespace: Namespace) -> Iterator[dict[str, Running]]:
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.soak
 def test_experiment_whose_samples_fail_ends_and_its_status_names_the_line_and_what_to_do(
     failing: dict[str, Running], name: str
 ) -> None:

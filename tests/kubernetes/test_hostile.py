@@ -11,11 +11,8 @@ import pytest
 from tests.kubernetes.conftest import RELEASE
 from tests.support.cluster import Namespace, Object, condition, eventually
 from tests.support.experiments import Running, applied, sort_digits
+from tests.support.patience import PatienceError
 
-pytestmark = pytest.mark.timeout(600)
-
-TOLD_SECONDS = 180.0
-"""A minute after its container starts. All start at once, on a small node."""
 SCHEDULED_BY_NOBODY: Object = {"spec": {"schedulerName": "nobody"}}
 """A pod that costs nothing: no trouble of its own, and no work for the node."""
 SMALL: Object = {"name": "nexrl", "resources": {"requests": {"cpu": "1m", "memory": "16Mi"}}}
@@ -179,14 +176,14 @@ def test_status_of_what_cannot_run_says_why_and_what_to_do_until_its_end(
         return ready.get("reason") in fault.reasons and not _missing(fault, ready["message"])
 
     try:
-        eventually(is_told, "its cause", TOLD_SECONDS)
-    except TimeoutError:
+        eventually(is_told, "its cause")
+    except PatienceError:
         pytest.fail(f"{condition(running.get(), 'Ready')} lacks {_missing(fault, _ready_message(running))}")
     if fault.reasons != ("ComponentFailed",):
         namespace.kubectl(
             *("patch", "experiment", name, "--type=merge"), '--patch={"spec": {"startupDeadlineSeconds": 1}}'
         )
-    failed = condition(running.until("Failed", 60.0), "Failed")
+    failed = condition(running.until("Failed"), "Failed")
     assert _missing(fault, failed["message"]) == [], failed["message"]
     assert f"nexrl resume {name}" in failed["message"]
     # kubectl shows the first line of a message.

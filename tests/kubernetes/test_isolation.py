@@ -17,12 +17,10 @@ from nexrl.tls import experiment_name
 from nexrl_operator.objects import DATA_READER_PORT, RUN_FOLDER
 from tests.kubernetes.conftest import RELEASE
 from tests.support import foreign_calls, foreign_commands
-from tests.support.cluster import RESTRICTED, Namespace, Object, eventually, fresh_namespace
+from tests.support.cluster import RESTRICTED, WAIT, Namespace, Object, eventually, fresh_namespace
 from tests.support.experiments import FOREVER, Running, applied, slow
 from tests.support.python_pods import python_pod
 from tests.support.reach import Place, Question, measured, opened, places_of, promised, with_probe
-
-pytestmark = pytest.mark.timeout(600)
 
 OPERATOR, REDIS = ("app.kubernetes.io/component=" + name for name in ("operator", "redis"))
 OPEN_PORTS, OTHER_PORTS = (53, 443, 6443), (80, 6379, 50051)
@@ -82,6 +80,8 @@ def owners(namespace: Namespace, running: Running) -> Iterator[Owners]:
         other = stack.enter_context(fresh_namespace(RESTRICTED))
         other.install(RELEASE, "crds.enabled=false")
         stack.callback(other.uninstall, RELEASE)
+        # Without its operator, an experiment that is being deleted would stay.
+        stack.callback(eventually, lambda: not other.list("experiments"), "no experiment is left")
         ours, elsewhere = (stack.enter_context(applied(each, ours_with_probe())) for each in (namespace, other))
         for each in (ours, elsewhere):
             each.until_step(1)
@@ -256,7 +256,7 @@ def outside(namespace: Namespace) -> Iterator[str]:
     pod["spec"]["securityContext"] |= {"sysctls": [sysctl]}
     namespace.apply(pod)
     try:
-        namespace.kubectl("wait", "pod", "outside", "--for=condition=Ready", "--timeout=60s")
+        namespace.kubectl("wait", "pod", "outside", "--for=condition=Ready", WAIT)
         yield str(namespace.get("pod", "outside")["status"]["podIP"])
     finally:
         namespace.kubectl("delete", "pod", "outside", "--grace-period=0", "--force")
@@ -268,7 +268,7 @@ def results_reader(running: Running) -> Iterator[Place]:
     experiment = running.get()
     running.namespace.apply(reader_pod(experiment, experiment["status"]["results"], "reader"))
     try:
-        running.namespace.kubectl("wait", "pod", "reader", "--for=condition=Ready", "--timeout=60s")
+        running.namespace.kubectl("wait", "pod", "reader", "--for=condition=Ready", WAIT)
         yield Place(running.namespace, "reader", CONTAINER)
     finally:
         running.namespace.kubectl("delete", "pod", "reader", "--grace-period=0", "--force")

@@ -2,14 +2,10 @@
 
 import json
 
-import pytest
-
 from tests.kubernetes.conftest import RELEASE
 from tests.support.cluster import Namespace, eventually
 from tests.support.experiments import Running
 from tests.support.python_pods import python_pod
-
-pytestmark = pytest.mark.timeout(900)
 
 CONNECT = """
 import json, socket, sys, time

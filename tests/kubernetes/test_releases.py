@@ -1,10 +1,6 @@
 """An uninstalled release leaves nothing behind."""
 
-import pytest
-
 from tests.support.cluster import RESTRICTED, Namespace, eventually, fresh_namespace
-
-pytestmark = pytest.mark.timeout(600)
 
 KINDS = "all,configmaps,secrets,serviceaccounts,roles,rolebindings,networkpolicies,pvc,leases,poddisruptionbudgets"
 OF_EVERY_NAMESPACE = {"kube-root-ca.crt", "default"}

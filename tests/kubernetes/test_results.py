@@ -3,14 +3,12 @@
 import json
 from pathlib import Path
 
-import pytest
 from safetensors import safe_open
 
-from tests.support.cluster import Namespace, command, eventually
+from tests.support.cluster import WAIT, Namespace, command, eventually
 from tests.support.experiments import NEXRL, applied, slow
 from tests.support.pages import HOW_TO, write_files
 
-pytestmark = pytest.mark.timeout(600)
 STEPS = 3
 
 
@@ -38,12 +36,12 @@ def test_results_and_logs_are_fetched_while_it_runs_and_after_the_end(namespace:
         write_files((HOW_TO / "kubernetes.md").read_text(), tmp_path)
         pod = (tmp_path / "results.yaml").read_text()
         namespace.apply(pod.replace("CLAIM", results["claim"]).replace("IMAGE", results["image"]))
-        namespace.kubectl("wait", "--for=condition=Ready", "pod/results", "--timeout=180s", seconds=200.0)
+        namespace.kubectl("wait", "--for=condition=Ready", "pod/results", WAIT)
         namespace.kubectl("cp", "results:/volume", str(tmp_path / "by-kubectl"))
-        namespace.kubectl("delete", "pod", "results", "--timeout=60s", seconds=90.0)
+        namespace.kubectl("delete", "pod", "results", WAIT)
         assert (tmp_path / "by-kubectl/logs/trainer.log").read_text() == lines
 
 
 def get_results(namespace: Namespace, folder: Path) -> Path:
-    command(NEXRL, "get", "results", "kept", str(folder), "--namespace", namespace.name, seconds=240.0)
+    command(NEXRL, "get", "results", "kept", str(folder), "--namespace", namespace.name)
     return folder

@@ -19,6 +19,8 @@ PROJECT = Path(__file__).parents[2]
 COPIED = ("src", "services", "proto", "tests", "examples", "docs", "deploy", "pyproject.toml")
 WORKERS = 2
 TEST_SECONDS = 300
+HANG_SECONDS = 240
+"""Limit of one test on a copy: one that hangs must fail, and so be noticed, before TEST_SECONDS have passed."""
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "NEXRL_LEDGER_HISTORIES": "80"}
 """Some guards of the ledger are missed only after more random histories than `make test` tries. Compiled files are
 kept: two versions of a file that are imported are more than a second apart, so Python tells them apart by their time.
@@ -132,7 +134,8 @@ def _verdict(mutation: Mutation, folder: Path) -> Verdict:
 def _pytest(folder: Path, tests: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
     packages = [folder, folder / "src", *(folder / "services").iterdir()]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, packages))}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["-o", f"timeout={HANG_SECONDS}", *tests]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -22,14 +22,14 @@ from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.trained_weights import AdapterSettings
 from nexrl_weight_sync.records import Replica
 from nexrl_weight_sync.weight_sync import View
+from tests.support.patience import LIMIT_SECONDS, for_minutes
 from tests.support.rank_process import RankCase
-from tests.support.vllm import MAX_DIFFERENCE, START_SECONDS, replica_process
+from tests.support.vllm import MAX_DIFFERENCE, replica_process
 from tests.support.weights import World
 
 if TYPE_CHECKING:
     from nexrl.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
 
-CALL_SECONDS = 60.0
 
 DataType = Literal["float32", "bfloat16"]
 TINY = ScratchModelSpec(
@@ -85,7 +85,7 @@ class AdapterSystem:
             ready = {replica.replica_id for replica, is_ready in view.replicas if is_ready}
             return ready == set(names) and view.committed_version == self.learner.step
 
-        view = await self.world.until(are_there, START_SECONDS)
+        view = await self.world.until(are_there, for_minutes)
         return tuple(replica for replica, is_ready in view.replicas if is_ready)
 
     async def train_and_publish(self) -> None:
@@ -111,7 +111,7 @@ class AdapterSystem:
             )
             channel = await self._closing.enter_async_context(connect(replica.address))
             stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
-            answer = await call(stub.Generate, request, timeout_seconds=CALL_SECONDS)
+            answer = await call(stub.Generate, request, timeout_seconds=LIMIT_SECONDS)
             for completion in answer.completions:
                 assert set(completion.policy_versions) == {self.learner.step}
                 self._require_equal(prompt, list(completion.token_ids), list(completion.logprobs))

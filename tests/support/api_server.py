@@ -5,15 +5,15 @@ import os
 import shutil
 import ssl
 import subprocess
-import time
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nexrl import parent_death
 from nexrl.local.components import free_ports
-
-START_SECONDS = 60.0
+from tests.support.patience import PatienceError, eventually_blocking
 
 
 def assets() -> Path | None:
@@ -52,8 +52,10 @@ def api_server(folder: Path) -> Iterator[Path]:
     processes = []
     try:
         for command in commands:
+            # The servers end with this process: a killed test must leave none behind.
+            bound = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]
             with (folder / f"{Path(command[0]).name}.log").open("wb") as log:
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+                processes.append(subprocess.Popen(bound, stdout=log, stderr=log))
         kubeconfig = _kubeconfig(folder, secure)
         _wait(secure, processes, folder)
         yield kubeconfig
@@ -95,11 +97,17 @@ def _wait(port: int, processes: list[subprocess.Popen[bytes]], folder: Path) -> 
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(folder / "admin.crt", folder / "admin.key")
-    deadline = time.monotonic() + START_SECONDS
-    while not _is_ready(port, context):
-        assert all(process.poll() is None for process in processes), (folder / "kube-apiserver.log").read_text()[-2000:]
-        assert time.monotonic() < deadline, (folder / "kube-apiserver.log").read_text()[-2000:]
-        time.sleep(0.2)
+    log = folder / "kube-apiserver.log"
+
+    def is_ready() -> bool:
+        assert all(process.poll() is None for process in processes), log.read_text()[-2000:]
+        return _is_ready(port, context)
+
+    try:
+        eventually_blocking(is_ready, "kube-apiserver is ready")
+    except PatienceError as error:
+        error.add_note(log.read_text()[-2000:])
+        raise
 
 
 def _is_ready(port: int, context: ssl.SSLContext) -> bool:

@@ -29,8 +29,9 @@ from nexrl_trainer.checkpoint import read_metadata
 from nexrl_trainer.processor import build_processor
 from nexrl_trajectory_pool.ledger import Ledger, LedgerState, SampleRecord
 from nexrl_trajectory_pool.pool import training_rules
+from tests.support.patience import for_minutes
 from tests.support.redis import running_redis
-from tests.support.runs import Process, Run, batches_of, eventually, metrics_of
+from tests.support.runs import Process, Run, batches_of, metrics_of
 
 GAP_SECONDS = (1.0, 2.0)
 DOUBLE_KILLS = 0.1
@@ -44,7 +45,6 @@ FORGOTTEN_SECONDS = 1.0
 REDIS = "redis"
 MOST_AWAY = 1
 """Most processes that may be down at the next kill. With more, a machine of two cores would only restart processes."""
-BACK_SECONDS = 90.0
 SERVES = (b'"message": "listening"', b"eady to accept connections")
 ENDS_STEPS = 10
 """Number of steps whose rewards are averaged at the start and at the end. The reward of one batch is noisy."""
@@ -94,9 +94,7 @@ def schedule(seed: int, kills: int, names: Sequence[str]) -> list[Strike]:
 class Killer:
     """Kills processes with SIGKILL, and measures how long each one is down."""
 
-    def __init__(self, run: Run, back_seconds: float = BACK_SECONDS) -> None:
-        """Create a killer. `back_seconds` is the time within which a killed process must serve again."""
-        self._back_seconds = back_seconds
+    def __init__(self, run: Run) -> None:
         self.kills: list[Kill] = []
         self.seconds = 0.0
         """Time from the first kill until all processes served again after the last kill."""
@@ -147,7 +145,7 @@ class Killer:
             found.extend((name, processes[name]) for name in there if strike.is_early or name not in away)
             return bool(found)
 
-        await eventually(is_there, seconds=self._back_seconds)
+        await for_minutes.eventually(is_there, f"one of {strike.names} can be killed")
         return found[0]
 
     async def _forget(self, redis: Process) -> None:
@@ -162,9 +160,7 @@ class Killer:
     async def _watch(self, title: str, kill: Kill, log_bytes: int) -> None:
         began = time.monotonic()
         try:
-            await eventually(lambda: self._serves(kill.name, log_bytes), seconds=self._back_seconds)
-        except AssertionError:
-            raise AssertionError(f"{title}: {kill.name} did not come back within {self._back_seconds:g} s") from None
+            await for_minutes.eventually(lambda: self._serves(kill.name, log_bytes), f"{title}: {kill.name} is back")
         except asyncio.CancelledError:
             self._say(f"{title}  {kill.name:18s} killed again before it was back")
             raise

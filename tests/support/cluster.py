@@ -5,20 +5,19 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tests.support.helm import CHART, helms
+from tests.support.patience import LIMIT_SECONDS, Patience, for_minutes
 
 Object = dict[str, Any]
 FactT = TypeVar("FactT")
 
-COMMAND_SECONDS = 120.0
-INSTALL_SECONDS = 300
-LOOK_AGAIN_SECONDS = 1.0
+WAIT = f"--timeout={LIMIT_SECONDS - 60:.0f}s"
+"""The limit of a wait inside kubectl or helm. It ends before that of the command, so it says what it waited for."""
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
 
@@ -35,28 +34,17 @@ def missing() -> str:
     return ""
 
 
-def command(*arguments: str, text: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
+def command(*arguments: str, text: str | None = None) -> str:
     """Run a program; returns its output. Raises CommandError."""
-    done = subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     if done.returncode:
         raise CommandError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}".strip())
     return done.stdout
 
 
-def eventually(fact: Callable[[], FactT], what: str, seconds: float = 120.0) -> FactT:
-    """Call `fact` until its result is neither empty nor a CommandError, and return the result.
-
-    Raises TimeoutError, with the last error, if that takes longer than `seconds`.
-    """
-    deadline, newest = time.monotonic() + seconds, ""
-    while time.monotonic() < deadline:
-        try:
-            if found := fact():
-                return found
-        except CommandError as error:
-            newest = str(error)
-        time.sleep(LOOK_AGAIN_SECONDS)
-    raise TimeoutError(f"not within {seconds:.0f} s: {what}; {newest}")
+def eventually(fact: Callable[[], FactT], what: str, patience: Patience = for_minutes) -> FactT:
+    """Call `fact` until its result is neither empty nor a CommandError, and return the result."""
+    return patience.eventually_blocking(fact, what, tolerated=(CommandError,))
 
 
 class Namespace:
@@ -65,9 +53,9 @@ class Namespace:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def kubectl(self, *arguments: str, text: str | None = None, seconds: float = COMMAND_SECONDS) -> str:
+    def kubectl(self, *arguments: str, text: str | None = None) -> str:
         """Run kubectl in this namespace."""
-        return command("kubectl", "--namespace", self.name, *arguments, text=text, seconds=seconds)
+        return command("kubectl", "--namespace", self.name, *arguments, text=text)
 
     def get(self, kind: str, name: str) -> Object:
         """Return one object. Raises CommandError if it does not exist."""
@@ -105,19 +93,19 @@ class Namespace:
     def install(self, release: str, *values: str) -> None:
         """Install or upgrade the chart, and wait until its pods are ready."""
         given = [part for value in values for part in ("--set", value)]
-        wait = ["--wait", "--timeout", f"{INSTALL_SECONDS}s"]
+        wait = ["--wait", WAIT]
         self._helm("upgrade", "--install", release, str(CHART), *given, *wait)
 
     def test(self, release: str) -> None:
         """Run `helm test`."""
-        self._helm("test", release, "--timeout", f"{INSTALL_SECONDS}s", "--logs")
+        self._helm("test", release, WAIT, "--logs")
 
     def uninstall(self, release: str) -> None:
         """Remove the release and wait until its objects are gone."""
-        self._helm("uninstall", release, "--wait", "--timeout", f"{INSTALL_SECONDS}s")
+        self._helm("uninstall", release, "--wait", WAIT)
 
     def _helm(self, *arguments: str) -> None:
-        command(helms()[0], "--namespace", self.name, *arguments, seconds=INSTALL_SECONDS + 60)
+        command(helms()[0], "--namespace", self.name, *arguments)
 
     def diagnosis(self) -> str:
         """Return the objects, events and logs that help to find the cause of a failure."""
@@ -150,7 +138,7 @@ def is_true(experiment: Object, kind: str) -> bool:
 
 @contextmanager
 def fresh_namespace(*labels: str) -> Iterator[Namespace]:
-    """Create a namespace. It is deleted afterwards, with everything in it."""
+    """Create a namespace. It is deleted afterwards, with everything in it; nothing waits for that."""
     namespace = Namespace(f"nexrl-test-{uuid.uuid4().hex[:8]}")
     command("kubectl", "create", "namespace", namespace.name)
     if labels:
@@ -158,4 +146,4 @@ def fresh_namespace(*labels: str) -> Iterator[Namespace]:
     try:
         yield namespace
     finally:
-        command("kubectl", "delete", "namespace", namespace.name, "--timeout=180s", seconds=200.0)
+        command("kubectl", "delete", "namespace", namespace.name, "--wait=false")

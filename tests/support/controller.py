@@ -27,6 +27,7 @@ from nexrl_controller.service import ActivityServicer, ControllerServicer
 from nexrl_controller.state import Rules, State
 from nexrl_controller.state_store import StateStore
 from tests.support.clock import Clock
+from tests.support.patience import LIMIT_SECONDS
 
 if TYPE_CHECKING:  # to type checkers the generated classes are abstract; a fake has only the methods it needs
     from builtins import object as ValidatorServiceServicer  # noqa: N812
@@ -39,7 +40,6 @@ else:
     from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceServicer
 
 Context = grpc.aio.ServicerContext[Any, Any]
-CALL_SECONDS = 10.0
 
 
 def experiment(name: str = "test", **spec: object) -> Experiment:
@@ -101,7 +101,7 @@ class Deployed:
     async def experiment(self) -> controller_pb.Experiment:
         """Return the experiment that the controller reports."""
         request = controller_pb.GetExperimentRequest()
-        return (await call(self.lifecycle.GetExperiment, request, timeout_seconds=CALL_SECONDS)).experiment
+        return (await call(self.lifecycle.GetExperiment, request, timeout_seconds=LIMIT_SECONDS)).experiment
 
     async def post(self, step: int, request_id: str = "", **metrics: float) -> None:
         """Post metrics. `__` in a name stands for `/`."""
@@ -110,13 +110,13 @@ class Deployed:
             step=step,
             metrics={k.replace("__", "/"): v for k, v in metrics.items()},
         )
-        await call(self.activity.PostMetrics, request, timeout_seconds=CALL_SECONDS)
+        await call(self.activity.PostMetrics, request, timeout_seconds=LIMIT_SECONDS)
 
     async def heartbeat(self, name: str, role: str = "", work: Sequence[activity_pb.Work] = ()) -> float:
         """Send a module's heartbeat. Returns the interval that the controller wants."""
         module = activity_pb.Module(name=name, role=role or name, work=work, address="127.0.0.1:1")
         request = activity_pb.HeartbeatRequest(module=module)
-        return (await call(self.activity.Heartbeat, request, timeout_seconds=CALL_SECONDS)).interval_seconds
+        return (await call(self.activity.Heartbeat, request, timeout_seconds=LIMIT_SECONDS)).interval_seconds
 
     async def report_exit(
         self, component: str, exit_code: int, request_id: str = ""
@@ -125,12 +125,12 @@ class Deployed:
         request = controller_pb.ReportExitRequest(
             request_id=request_id or new_request_id(), component=component, exit_code=exit_code, log_tail="last line"
         )
-        return await call(self.lifecycle.ReportExit, request, timeout_seconds=CALL_SECONDS)
+        return await call(self.lifecycle.ReportExit, request, timeout_seconds=LIMIT_SECONDS)
 
     async def seen(self) -> activity_pb.GetActivityResponse:
         """Return the response of GetActivity."""
         request = activity_pb.GetActivityRequest()
-        return await call(self.activity.GetActivity, request, timeout_seconds=CALL_SECONDS)
+        return await call(self.activity.GetActivity, request, timeout_seconds=LIMIT_SECONDS)
 
 
 class Deploy:

@@ -9,11 +9,13 @@ from typing import Any
 import yaml
 
 from tests.support.cluster import Namespace, Object, command, eventually, is_true
+from tests.support.patience import BASE_SECONDS, Patience, PatienceError, for_minutes
 
 SORT_DIGITS = Path(__file__).parents[2] / "examples/sort-digits.yaml"
 NEXRL = str(Path(sys.executable).with_name("nexrl"))
 _LIVING = ("Pending", "Running")
-RUN_SECONDS = 900.0
+for_a_run = Patience(15 * BASE_SECONDS)
+"""For what takes a whole run of an experiment."""
 FOREVER = 1_000_000
 SLOW_REWARD = """
 
@@ -91,43 +93,42 @@ class Running:
         found = self.pods(component)
         return bool(found) and not found.keys() & set(than) and self.ready(component) == len(found)
 
-    def until_it_goes_on(self, seconds: float = 300.0) -> None:
+    def until_it_goes_on(self) -> None:
         """Wait until the experiment has made one more step."""
-        self.until_step(self.step + 1, seconds)
+        self.until_step(self.step + 1)
 
     def count(self) -> None:
         """Run `nexrl audit` during training. Raises CommandError if the ledger does not balance."""
         command(NEXRL, "audit", self.name, "--namespace", self.namespace.name)
 
-    def until_step(self, step: int, seconds: float = 300.0) -> None:
+    def until_step(self, step: int) -> None:
         """Wait until the experiment has made `step` steps."""
-        self._until(lambda: self.step >= step, f"step {step}", seconds)
+        self._until(lambda: self.step >= step, f"step {step}", for_minutes)
 
-    def until(self, condition: str, seconds: float = RUN_SECONDS) -> Object:
+    def until(self, condition: str) -> Object:
         """Wait until a condition holds, and return the experiment. Raises AssertionError if the experiment fails."""
-        self._until(lambda: is_true(self.get(), condition) or is_true(self.get(), "Failed"), condition, seconds)
+        self._until(lambda: is_true(self.get(), condition) or is_true(self.get(), "Failed"), condition, for_a_run)
         found = self.get()
         assert is_true(found, condition), self.namespace.diagnosis()
         return found
 
-    def _until(self, fact: Any, what: str, seconds: float) -> None:
+    def _until(self, fact: Any, what: str, patience: Patience) -> None:
         try:
-            eventually(fact, f"{self.name}: {what}", seconds)
-        except TimeoutError as error:
+            eventually(fact, f"{self.name}: {what}", patience)
+        except PatienceError as error:
             raise AssertionError(f"{error}\n{self.namespace.diagnosis()}") from None
 
 
 @contextmanager
 def applied(namespace: Namespace, item: Object) -> Iterator[Running]:
-    """Apply an experiment. Afterwards delete it, and wait until its objects are gone."""
+    """Apply an experiment. Afterwards delete it, without waiting for its end: test_operations.py proves that."""
     name = item["metadata"]["name"]
     namespace.apply(item)
     running = Running(namespace, name)
     try:
         yield running
     finally:
-        namespace.kubectl("delete", "experiment", name, "--ignore-not-found", "--timeout=120s", seconds=150.0)
-        eventually(lambda: not namespace.list("pods,jobs,statefulsets,pvc", running.selector), f"{name} left nothing")
+        namespace.kubectl("delete", "experiment", name, "--ignore-not-found", "--wait=false")
 
 
 def assert_balanced(experiment: Object) -> None:

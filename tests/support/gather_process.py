@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nexrl.models import iter_weights
 from nexrl.weights.gather import gathered_buckets
 from nexrl.weights.packing import layout_of
+from tests.support.patience import LIMIT_SECONDS
 
 RANKS = 2
-PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def main(rank: int, rendezvous_file: str, connection: Connection) -> None:
         init_method=f"file://{rendezvous_file}",
         rank=rank,
         world_size=RANKS,
-        timeout=timedelta(seconds=PATIENCE_SECONDS),
+        timeout=timedelta(seconds=LIMIT_SECONDS),
     )
     try:
         while True:

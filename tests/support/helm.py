@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from tests.support.patience import LIMIT_SECONDS
+
 CHART = Path(__file__).parents[2] / "deploy/helm"
 KUBERNETES = "1.36.0"
 """The Kubernetes version to render for. Without it, the Helm of some distributions assumes an old cluster."""
-HELM_SECONDS = 60.0
 
 Object = dict[str, Any]
 
@@ -62,7 +63,7 @@ def helms() -> list[str]:
 
 def helm(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Helm and wait until it ends."""
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=HELM_SECONDS, check=False)
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
 
 
 def rendering(program: str, values: Sequence[str], release: str = "trial") -> subprocess.CompletedProcess[str]:

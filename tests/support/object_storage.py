@@ -4,7 +4,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -19,9 +18,9 @@ from nexrl.spec import Experiment
 from nexrl.storage import RunStorage
 from nexrl.v1 import activity_service_pb2 as activity_pb
 from nexrl_trainer.uploads import Uploads
+from tests.support.patience import LIMIT_SECONDS, eventually_blocking
 from tests.support.services import settings, small_experiment
 
-START_SECONDS = 20.0
 BUCKET = "results"
 KEY, SECRET = "the-key-of-the-test", "the-secret-of-the-test"
 CREDENTIALS: Mapping[str, str] = {
@@ -48,11 +47,7 @@ class S3Server:
         keys, address = f"{KEY},{SECRET}", self.endpoint.removeprefix("http://")
         command = [str(rclone), "serve", "s3", "--auth-key", keys, "--addr", address, str(self.bucket.parent)]
         self._server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
-            assert self._server.poll() is None, "rclone ended"
-            assert time.monotonic() < deadline, f"rclone did not answer within {START_SECONDS} s"
-            time.sleep(0.02)
+        eventually_blocking(self._answers, f"rclone answers at {self.endpoint}")
 
     def stop(self) -> None:
         """Stop the server; its files stay."""
@@ -67,8 +62,10 @@ class S3Server:
         return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
     def _answers(self) -> bool:
+        assert self._server is not None
+        assert self._server.poll() is None, "rclone ended"
         try:
-            urllib.request.urlopen(self.endpoint, timeout=5)
+            urllib.request.urlopen(self.endpoint, timeout=LIMIT_SECONDS)
         except urllib.error.HTTPError:
             return True  # it refuses a request without a signature
         except OSError:

@@ -23,8 +23,8 @@ from nexrl_controller.controller import Controller
 from nexrl_controller.events import VersionCommitted
 from nexrl_operator.api_objects import owner_uid
 from nexrl_operator.server import Operator
-from tests.support.eventually import eventually
 from tests.support.kubelet import Services, operator_settings
+from tests.support.patience import eventually
 
 Object = dict[str, Any]
 

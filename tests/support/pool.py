@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from nexrl.errors import ResourceExhaustedError
 from nexrl.rpc.client import call, connect, new_request_id
+from nexrl.rpc.status import error_from_call
 from nexrl.spec import Experiment
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import encode_train_batch
@@ -22,6 +24,7 @@ from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
 from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceStub
 from nexrl_data_reader import server as data_reader
 from nexrl_trajectory_pool import server
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.services import running_service
 
 if TYPE_CHECKING:
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
     from nexrl.v1.validator_service_pb2_grpc import ValidatorServiceAsyncStub
 
 TAG = "default"
-CALL_SECONDS = 20.0
+UNTIL_WOKEN_SECONDS = 2 * LIMIT_SECONDS
+"""Time of a wait that must be woken: the patience of a test ends before."""
 
 
 def trajectory(reward: float = 1.0, version: int = 0, **metadata: str) -> pb.Trajectory:
@@ -88,7 +92,7 @@ class PoolClient:
             max_samples=max_samples,
             wait_seconds=wait_seconds,
         )
-        return await call(self.loader.LeaseTasks, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+        return await call(self.loader.LeaseTasks, request, timeout_seconds=wait_seconds + LIMIT_SECONDS)
 
     async def put(
         self, results: Sequence[pb.SampleResult], *, request_id: str = "", purpose: int = pb.PURPOSE_TRAINING
@@ -97,11 +101,24 @@ class PoolClient:
         request_id = request_id or new_request_id()
         if purpose == pb.PURPOSE_VALIDATION:
             message = validator_pb.PutValidationSamplesRequest(request_id=request_id, model_tag=TAG, results=results)
-            outcomes = (await call(self.validator.PutValidationSamples, message, timeout_seconds=CALL_SECONDS)).outcomes
+            put = self.validator.PutValidationSamples
+            outcomes = (await call(put, message, timeout_seconds=LIMIT_SECONDS)).outcomes
         else:
             request = pool_pb.PutSamplesRequest(request_id=request_id, model_tag=TAG, results=results)
-            outcomes = (await call(self.pool.PutSamples, request, timeout_seconds=CALL_SECONDS)).outcomes
+            outcomes = (await call(self.pool.PutSamples, request, timeout_seconds=LIMIT_SECONDS)).outcomes
         return [pb.PutOutcome.Name(outcome).removeprefix("PUT_OUTCOME_") for outcome in outcomes]
+
+    async def refused_for_now(self, results: Sequence[pb.SampleResult]) -> str:
+        """Call PutSamples once. Returns the message of the refusal, which asks for a repeated call."""
+        request = pool_pb.PutSamplesRequest(request_id=new_request_id(), model_tag=TAG, results=results)
+        try:
+            await self.pool.PutSamples(request, timeout=LIMIT_SECONDS)  # `call` would repeat it
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_call(rpc_error)
+            assert isinstance(error, ResourceExhaustedError), error
+            assert error.retry_after_seconds is not None, error
+            return str(error)
+        raise AssertionError("it was accepted")
 
     async def fill(self, version: int = 0, rewards: Mapping[int, float] | None = None) -> list[str]:
         """Lease and produce all samples that the credit allows. Sample k of each task has reward `rewards[k]`, or 1."""
@@ -121,7 +138,7 @@ class PoolClient:
         request = pool_pb.LeaseBatchRequest(
             request_id=request_id or new_request_id(), model_tag=tag, batch_size=batch_size, wait_seconds=wait_seconds
         )
-        return await call(self.pool.LeaseBatch, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+        return await call(self.pool.LeaseBatch, request, timeout_seconds=wait_seconds + LIMIT_SECONDS)
 
     async def put_train_batch(self, lease: pool_pb.BatchLease, *, request_id: str = "") -> train_pb.TrainBatch:
         """Call PutTrainBatch with a train batch that has no sequence."""
@@ -131,7 +148,7 @@ class PoolClient:
         request = train_pb.PutTrainBatchRequest(
             request_id=request_id or new_request_id(), train_batch=batch, batch_attempt=lease.attempt
         )
-        await call(self.train.PutTrainBatch, request, timeout_seconds=CALL_SECONDS)
+        await call(self.train.PutTrainBatch, request, timeout_seconds=LIMIT_SECONDS)
         batch.put_id = request.request_id
         return batch
 
@@ -142,14 +159,14 @@ class PoolClient:
         request = train_pb.LeaseTrainBatchRequest(
             request_id=new_request_id(), model_tag=TAG, step=step, incarnation=incarnation, wait_seconds=wait_seconds
         )
-        return await call(self.train.LeaseTrainBatch, request, timeout_seconds=wait_seconds + CALL_SECONDS)
+        return await call(self.train.LeaseTrainBatch, request, timeout_seconds=wait_seconds + LIMIT_SECONDS)
 
     async def resume(self, steps: int = 0, data_cursor: int = 0) -> train_pb.ResumeFromCheckpointResponse:
         """Call ResumeFromCheckpoint."""
         request = train_pb.ResumeFromCheckpointRequest(
             request_id=new_request_id(), model_tag=TAG, steps=steps, data_cursor=data_cursor
         )
-        return await call(self.train.ResumeFromCheckpoint, request, timeout_seconds=CALL_SECONDS)
+        return await call(self.train.ResumeFromCheckpoint, request, timeout_seconds=LIMIT_SECONDS)
 
     async def ack(self, step: int, incarnation: int = 0) -> None:
         """Call AckTrainBatch for the train batch of the step."""
@@ -162,29 +179,29 @@ class PoolClient:
             sample_ids=batch.sample_ids,
             put_id=batch.put_id,
         )
-        await call(self.train.AckTrainBatch, request, timeout_seconds=CALL_SECONDS)
+        await call(self.train.AckTrainBatch, request, timeout_seconds=LIMIT_SECONDS)
 
     async def set_version(self, version: int) -> int:
         """Call SetPolicyVersion."""
         request = pool_pb.SetPolicyVersionRequest(request_id=new_request_id(), model_tag=TAG, policy_version=version)
-        return (await call(self.pool.SetPolicyVersion, request, timeout_seconds=CALL_SECONDS)).policy_version
+        return (await call(self.pool.SetPolicyVersion, request, timeout_seconds=LIMIT_SECONDS)).policy_version
 
     async def audit(self) -> pool_pb.LedgerAudit:
         """Call AuditLedger."""
         request = pool_pb.AuditLedgerRequest(model_tag=TAG)
-        return (await call(self.pool.AuditLedger, request, timeout_seconds=CALL_SECONDS)).audits[0]
+        return (await call(self.pool.AuditLedger, request, timeout_seconds=LIMIT_SECONDS)).audits[0]
 
     async def state(self) -> pool_pb.PoolState:
         """Call GetTrajectoryPoolState."""
         request = pool_pb.GetTrajectoryPoolStateRequest(model_tag=TAG)
-        return (await call(self.pool.GetTrajectoryPoolState, request, timeout_seconds=CALL_SECONDS)).pools[0]
+        return (await call(self.pool.GetTrajectoryPoolState, request, timeout_seconds=LIMIT_SECONDS)).pools[0]
 
     async def loader_state(
         self, purpose: "pb.Purpose.ValueType" = pb.PURPOSE_TRAINING
     ) -> loader_pb.GetDataLoaderStateResponse:
         """Call GetDataLoaderState."""
         request = loader_pb.GetDataLoaderStateRequest(model_tag=TAG, purpose=purpose)
-        return await call(self.loader.GetDataLoaderState, request, timeout_seconds=CALL_SECONDS)
+        return await call(self.loader.GetDataLoaderState, request, timeout_seconds=LIMIT_SECONDS)
 
 
 @asynccontextmanager

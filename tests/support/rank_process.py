@@ -30,7 +30,6 @@ from nexrl_trainer.ranks import ONE_RANK, Ranks, join_ranks
 from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.trained_weights import AdapterSettings
 
-PATIENCE_SECONDS = 60.0
 TEMPERATURE = 0.8
 _SCRATCH = ScratchModelSpec(
     alphabet="0123456789=", hidden_size=16, intermediate_size=36, layers=2, heads=2, max_positions=64

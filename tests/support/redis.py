@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import redis
 
 from nexrl.local.redis_server import redis_command
-
-START_SECONDS = 20.0
+from tests.support.patience import eventually_blocking
 
 
 @contextmanager
@@ -32,13 +30,8 @@ def running_redis(files: Path | None = None) -> Iterator[str]:
 
 
 def _wait_until_up(url: str, server: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            redis.Redis.from_url(url).ping()
-        except redis.exceptions.ConnectionError:
-            assert server.poll() is None, "redis-server ended"
-            assert time.monotonic() < deadline, f"redis-server did not answer within {START_SECONDS} s"
-            time.sleep(0.02)
-        else:
-            return
+    def answers() -> bool:
+        assert server.poll() is None, "redis-server ended"
+        return bool(redis.Redis.from_url(url).ping())
+
+    eventually_blocking(answers, f"redis-server answers at {url}", tolerated=(redis.exceptions.ConnectionError,))

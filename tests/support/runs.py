@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,17 +24,12 @@ from nexrl.v1 import controller_service_pb2 as pb
 from nexrl.v1.activity_service_pb2_grpc import ActivityServiceStub
 from nexrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
+from tests.support.patience import LIMIT_SECONDS, eventually
 
 NEXRL = (sys.executable, "-m", "nexrl.cli")
 NAME = "copy-digits"
 FILES = Path(__file__).parents[1] / "e2e"
 EXPERIMENT, TASKS = "copy-digits.yaml", "copy_digits.py"
-COMMAND_SECONDS = 10.0
-"""Longest time of a command that refuses bad input."""
-GONE_SECONDS = 10.0
-"""Longest time that a process may run after its launcher has ended."""
-CALL_SECONDS = 30.0
-LOOK_SECONDS = 0.02
 LOG_CHARACTERS = 3000
 OUTPUT = "output"
 """File with what `nexrl run` printed."""
@@ -88,7 +82,7 @@ class Run:
             found.append(seen)
             return True
 
-        await self._unless_ended(eventually(is_there, seconds=None))
+        await self._unless_ended(eventually(is_there, f"{name} runs"))
         return found[0]
 
     async def until(self, is_met: Callable[[pb.Experiment], bool]) -> pb.Experiment:
@@ -110,10 +104,10 @@ class Run:
         """Return the activity of the run's modules."""
         async with connect(controller_address(self.folder)) as channel:
             request = activity_pb.GetActivityRequest()
-            return await call(ActivityServiceStub(channel).GetActivity, request, timeout_seconds=CALL_SECONDS)
+            return await call(ActivityServiceStub(channel).GetActivity, request, timeout_seconds=LIMIT_SECONDS)
 
     async def _until(self, is_met: Callable[[pb.Experiment], bool]) -> pb.Experiment:
-        await eventually((self.folder / "endpoints.json").exists, seconds=None)
+        await eventually((self.folder / "endpoints.json").exists, "the run has addresses")
         async with connect(controller_address(self.folder)) as channel:
             async for message in watch(ControllerServiceStub(channel).WatchExperiment, pb.WatchExperimentRequest()):
                 if is_met(message.experiment):
@@ -133,8 +127,8 @@ class Run:
 
 
 @asynccontextmanager
-async def running(root: Path, *overrides: str, seconds: float, file: Path = FILES / EXPERIMENT) -> AsyncIterator[Run]:
-    """Run `nexrl run` of `file` in `root` during a block of at most `seconds`. Kills the run after the block.
+async def running(root: Path, *overrides: str, file: Path = FILES / EXPERIMENT) -> AsyncIterator[Run]:
+    """Run `nexrl run` of `file` in `root` during a block. The limit is that of the test. Kills the run after the block.
 
     Fails if a process is left behind. Prints the logs if the block fails.
     """
@@ -152,8 +146,7 @@ async def running(root: Path, *overrides: str, seconds: float, file: Path = FILE
         )
     run = Run(root, launcher)
     try:
-        async with asyncio.timeout(seconds):
-            yield run
+        yield run
     except BaseException:
         _print_logs(run, output)
         raise
@@ -161,7 +154,7 @@ async def running(root: Path, *overrides: str, seconds: float, file: Path = FILE
         if launcher.returncode is None:
             launcher.kill()
             await launcher.wait()
-        await eventually(lambda: not processes_in(root), seconds=GONE_SECONDS)
+        await until_gone(root)
 
 
 def copy_experiment(root: Path, file: Path = FILES / EXPERIMENT) -> Path:
@@ -170,17 +163,15 @@ def copy_experiment(root: Path, file: Path = FILES / EXPERIMENT) -> Path:
     return Path(shutil.copy(file, root))
 
 
-def nexrl(root: Path, *arguments: str, seconds: float = COMMAND_SECONDS) -> "subprocess.CompletedProcess[str]":
-    """Run a `nexrl` command in `root`. It must end within `seconds`, with success or with an error."""
-    return subprocess.run([*NEXRL, *arguments], cwd=root, capture_output=True, text=True, timeout=seconds, check=False)
+def nexrl(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a `nexrl` command in `root`. It must end, with success or with an error."""
+    command = [*NEXRL, *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
 
 
-async def eventually(condition: Callable[[], bool], *, seconds: float | None) -> None:
-    """Wait until `condition` holds. Fails after `seconds`. None means no limit, for callers with their own limit."""
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while not condition():
-        assert deadline is None or time.monotonic() < deadline, f"not within {seconds} s"
-        await asyncio.sleep(LOOK_SECONDS)
+async def until_gone(root: Path) -> None:
+    """Wait until no process runs whose working directory is `root` or below it."""
+    await eventually(lambda: not processes_in(root), f"no process is left in {root}")
 
 
 def processes_in(folder: Path) -> dict[str, Process]:

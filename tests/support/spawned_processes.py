@@ -5,7 +5,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-PATIENCE_SECONDS = 60.0
+from tests.support.patience import LIMIT_SECONDS
 
 
 class SpawnedProcesses:
@@ -45,6 +45,6 @@ class SpawnedProcesses:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join(PATIENCE_SECONDS)
+            process.join(LIMIT_SECONDS)
             process.kill()
             process.join()

@@ -14,8 +14,7 @@ from nexrl.storage import RunStorage
 from nexrl_trainer import checkpoint, server
 from nexrl_trainer.checkpoint import HeldCheckpoint
 from nexrl_trainer.step import Learner
-
-MEANWHILE_SECONDS = 60.0
+from tests.support.patience import LIMIT_SECONDS
 
 POINTS: Mapping[str, tuple[Any, str]] = {
     "update": (Learner, "update"),  # gradients exist, but no weight has changed yet
@@ -90,4 +89,4 @@ class _StepsMeanwhile:
 
     def wait_for(self, steps: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._made >= self._written + steps, MEANWHILE_SECONDS)
+            assert self._changed.wait_for(lambda: self._made >= self._written + steps, LIMIT_SECONDS)

@@ -30,13 +30,11 @@ from nexrl.weights.packing import tensor_specs
 from nexrl_trainer.checkpoint import find_latest_checkpoint
 from nexrl_weight_sync import server as weight_sync_server
 from tests.support import replica_process, trainer_process
-from tests.support.eventually import eventually
+from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.pool import TAG, PoolClient, drawn_span, running_pool, scored
 from tests.support.services import running_service
 from tests.support.trainer_process import Suicide
 
-LIFE_SECONDS = 240.0
-"""Longest time that one trainer process may run."""
 LOOPBACK = "127.0.0.1"
 
 # Only one process imports torch. Trainers and replicas are forks of it.
@@ -178,7 +176,7 @@ class World:
         finished = asyncio.create_task(self._finished.wait())
         assert self._producing is not None
         try:
-            async with asyncio.timeout(LIFE_SECONDS):
+            async with asyncio.timeout(LIMIT_SECONDS):
                 seconds = death if isinstance(death, float) else None
                 events = [ended, finished, self._producing]
                 await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -218,7 +216,7 @@ class World:
         async def is_there() -> bool:
             return self._ended.is_set() or self._pid_of(rank) is not None
 
-        await eventually(is_there, LIFE_SECONDS)
+        await eventually(is_there)
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Send a signal to the process of a rank of the current trainer, if there is one."""

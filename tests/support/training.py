@@ -27,11 +27,11 @@ from nexrl_trainer.server import run_checkpoints
 from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.step_metrics import StepMetrics
 from nexrl_trainer.uploads import Uploads
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.pool import PoolClient, drawn_span, running_pool, scored
 from tests.support.services import settings, small_experiment
 
 STEPS = 4
-CALL_SECONDS = 20.0
 Reward = Callable[[int], float]
 Made = list[tuple[int, bytes]]
 
@@ -65,7 +65,7 @@ class RecordingLearner(Learner):
     def train(self, batch: TrainBatch) -> StepMetrics:
         self.is_training.set()
         self.made.append((self.step, batch.token_ids_N.tobytes() + batch.advantages_N.tobytes()))
-        self.gate.wait(CALL_SECONDS)
+        self.gate.wait(LIMIT_SECONDS)
         return super().train(batch)
 
 

@@ -25,7 +25,6 @@ MAX_DIFFERENCE = 1e-4
 """Largest difference of log-probabilities in float32."""
 POSITIONS = 256
 SCRATCH = {"alphabet": "0123456789abcdef", "hiddenSize": 64, "layers": 2, "heads": 2, "maxPositions": POSITIONS}
-START_SECONDS = 180.0
 
 Versions = dict[int, dict[str, Tensor]]
 

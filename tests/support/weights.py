@@ -33,13 +33,18 @@ from nexrl_weight_sync.service import WeightSyncServicer
 from nexrl_weight_sync.store import WeightSyncStore
 from nexrl_weight_sync.weight_sync import View, WeightSync
 from tests.support import replica_process
+from tests.support.patience import Patience, PatienceError, usual
 
 if TYPE_CHECKING:
     from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceAsyncStub
 
 MODEL_TAG = "default"
-LEASE_SECONDS = 3.0
-TIMEOUT_SECONDS = 20.0
+LEASE_SECONDS = 30.0
+"""Long, because a replica that gets no CPU time for so long is put out."""
+SHORT_LEASE_SECONDS = 3.0
+"""For tests of the end of a lease, where a replica is stopped for good. All replicas renew as often as it requires."""
+TIMEOUT_SECONDS = 120.0
+"""Above LEASE_SECONDS, so a sync that waits for a dead replica ends with its lease, which is logged."""
 BUCKET_BYTES = 64 * 1024
 
 
@@ -161,13 +166,22 @@ class World:
         """Simulate the death of the trainer: `publisher` stops serving replicas."""
         await _ended(self._following[publisher])
 
-    async def until(self, condition: Callable[[View], bool], seconds: float = 30.0) -> View:
+    async def until(self, condition: Callable[[View], bool], patience: Patience = usual) -> View:
         """Wait until `condition` holds for the view of the replicas, and return that view."""
-        async with asyncio.timeout(seconds):
+        views: list[View] = []
+
+        async def watch() -> View:
             async for view in self.weight_sync.watch():
+                views[:] = [view]
                 if condition(view):
                     return view
-        raise AssertionError("the watch ended")
+            raise AssertionError("the watch ended")
+
+        try:
+            return await patience.finished(watch(), f"the replicas are as {condition.__qualname__} says")
+        except PatienceError as error:
+            error.add_note(f"last view: {views}")
+            raise
 
     def stub(self) -> "WeightSyncServiceAsyncStub":
         """Return a client of the service."""
@@ -188,7 +202,11 @@ async def running_weight_sync(redis: Redis, experiment: str, its_rules: Rules, p
     clients = ReplicaClients(timeout_seconds=TIMEOUT_SECONDS)
     weight_sync = WeightSync(coordinator, store, clients, timeout_seconds=TIMEOUT_SECONDS)
     servicer = WeightSyncServicer(
-        weight_sync, model_tag=MODEL_TAG, mode="sync", lease_seconds=LEASE_SECONDS, timeout_seconds=TIMEOUT_SECONDS
+        weight_sync,
+        model_tag=MODEL_TAG,
+        mode="sync",
+        lease_seconds=SHORT_LEASE_SECONDS,
+        timeout_seconds=TIMEOUT_SECONDS,
     )
     server = grpc.aio.server(interceptors=[EdgeInterceptor()])
     add_WeightSyncServiceServicer_to_server(servicer, server)

@@ -18,13 +18,14 @@ from nexrl_inference.requests import GenerationRequest, GenerationResult
 from nexrl_inference.vllm.engine import VllmEngine
 from nexrl_inference.vllm.server import VllmServer, start_vllm
 from nexrl_inference.vllm.shared import LOADED, SharedBuffers
+from tests.support.patience import eventually
 from tests.support.vllm import POSITIONS, Reference, random_prompt, staged, untied_qwen, vllm_experiment, weights_of
 
 GENERATED = "vllm:generation_tokens_total"
 STEP_TOKENS = 512
 """Less than some of these tests keep in flight."""
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass
@@ -256,9 +257,11 @@ async def test_a_cancelled_request_ends_in_vllm(deployed: Deployed) -> None:
 
 async def until_idle(deployed: Deployed) -> None:
     """Wait until vLLM works on nothing: only it knows."""
-    async with asyncio.timeout(30):
-        while await running(deployed):
-            pass
+
+    async def is_idle() -> bool:
+        return not await running(deployed)
+
+    await eventually(is_idle)
 
 
 async def running(deployed: Deployed) -> float:

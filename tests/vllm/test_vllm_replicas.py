@@ -24,8 +24,8 @@ from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
 from nexrl.weights.publisher import WeightPublisher
 from nexrl_weight_sync.records import Replica
 from nexrl_weight_sync.weight_sync import View
+from tests.support.patience import LIMIT_SECONDS, for_minutes
 from tests.support.vllm import (
-    START_SECONDS,
     Reference,
     random_prompt,
     replica_process,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 NAMES = ("inference-0", "inference-1")
-GONE_SECONDS = 30.0
 CONTROL_ROUTES = (
     "/collective_rpc",
     "/pause",
@@ -100,7 +99,7 @@ class System:
             ready = {replica.replica_id: replica.address for replica, is_ready in view.replicas if is_ready}
             return ready.keys() == set(names) and gone not in ready.values()
 
-        view = await self.world.until(are_there, START_SECONDS)
+        view = await self.world.until(are_there, for_minutes)
         return tuple(replica for replica, is_ready in view.replicas if is_ready)
 
     async def publish(self, version: int) -> None:
@@ -114,7 +113,7 @@ class System:
         values = {"request_id": str(self.chance.random()), "prompt_token_ids": prompt, "n": 2, "max_new_tokens": 16}
         request = pb.GenerateRequest(**{"temperature": 1.0, **values, **fields})
         stub: InferenceServiceAsyncStub = InferenceServiceStub(self._channel(replica.address))
-        answer = await call(stub.Generate, request, timeout_seconds=60)
+        answer = await call(stub.Generate, request, timeout_seconds=LIMIT_SECONDS)
         for completion in answer.completions:
             self.reference.require_equal(
                 self.versions, prompt, completion.token_ids, completion.logprobs, completion.policy_versions
@@ -138,7 +137,7 @@ async def system(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> As
     async with AsyncExitStack() as stack:
         redis = await connect_redis(redis_url)
         stack.push_async_callback(redis.aclose)
-        world = await stack.enter_async_context(running_weight_sync(redis, "vllm", rules(lease_seconds=10.0)))
+        world = await stack.enter_async_context(running_weight_sync(redis, "vllm", rules()))
         system = System(world, tmp_path_factory.mktemp("replicas"))
         stack.push_async_callback(system.close)
         for name in NAMES:
@@ -219,7 +218,7 @@ async def test_a_killed_replica_takes_its_vllm_along(system: System) -> None:
     descendants = psutil.Process(system.pids[name]).children(recursive=True)
     assert descendants
     os.kill(system.pids[name], signal.SIGKILL)
-    gone, alive = await asyncio.to_thread(psutil.wait_procs, descendants, GONE_SECONDS)
+    gone, alive = await asyncio.to_thread(psutil.wait_procs, descendants, LIMIT_SECONDS)
     assert (len(gone), alive) == (len(descendants), [])
     system.start(name)
     for replica in await system.ready(*NAMES, other_than=killed):

@@ -63,6 +63,7 @@ def vllm() -> Iterator[ProcessPoolExecutor]:
     phases=[Phase.generate],  # a smaller example would take minutes to find
     suppress_health_check=list(HealthCheck),
 )
+@pytest.mark.soak
 def test_any_model_serves_what_was_sent(
     vllm: ProcessPoolExecutor, configuration: Mapping[str, Any], bucket_bytes: int, seed: int
 ) -> None:

@@ -14,6 +14,8 @@ MAX_CONNECTIONS = 16
 """Each has a thread."""
 CONNECTION_SECONDS = 10.0
 """A connection is closed after this time, also if its client sends or reads a byte now and then."""
+POLL_SECONDS = 0.05
+"""`close` blocks for up to this time. With the default, half a second, it would be most of a stop."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
@@ -28,7 +30,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._accepted_at: dict[socket.socket, float] = {}
         super().__init__((host, port), MetricsRequest)
         self.set_app(make_wsgi_app())
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
 
     def close(self) -> None:
         """Stop serving."""
@@ -55,7 +57,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._end(request)
 
     def service_actions(self) -> None:
-        """Shut down the connections that last too long. See BaseServer, which calls this twice a second."""
+        """Shut down the connections that last too long. See BaseServer, which calls this every POLL_SECONDS."""
         for request, accepted_at in list(self._accepted_at.items()):
             if time.monotonic() - accepted_at > CONNECTION_SECONDS:
                 with suppress(OSError):  # it has just ended

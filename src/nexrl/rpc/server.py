@@ -211,6 +211,7 @@ class ServiceProcess:
             except Exception:
                 # The other closers must still run, and the error that stopped the process must not be replaced.
                 log.exception("closing failed")
+        # Not in a thread: user code that does not return may have taken all of the default executor's.
         self._metrics_server.close()
 
     async def _end_tasks(self) -> None:

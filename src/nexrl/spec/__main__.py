@@ -1,4 +1,4 @@
-"""Writes the files that are generated from the schema: `make spec`, or `make spec-check` to compare them only."""
+"""Writes the files that are generated from the schema: `make spec`. With --check, compares them only."""
 
 import sys
 from pathlib import Path

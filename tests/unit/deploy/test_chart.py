@@ -29,6 +29,7 @@ from tests.support.helm import (
     pod_specs,
     rendering,
 )
+from tests.support.patience import LIMIT_SECONDS
 
 pytestmark = pytest.mark.skipif(not helms(), reason="needs Helm: `helm` on the PATH, or HELM")
 
@@ -305,7 +306,8 @@ case "$*" in *ping) echo PONG ;; *) [ -e {refusal} ] && echo ERR || echo OK ;; e
     def loads() -> int:
         calls.write_text("")
         path = f"{tmp_path}:{os.environ['PATH']}"
-        assert subprocess.run(["sh", "-c", script], env={"PATH": path}, timeout=10, check=False).returncode == 0
+        done = subprocess.run(["sh", "-c", script], env={"PATH": path}, timeout=LIMIT_SECONDS, check=False)
+        assert done.returncode == 0
         return calls.read_text().count("config set tls-cert-file")
 
     certificate.write_text("first")

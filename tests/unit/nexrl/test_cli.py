@@ -11,6 +11,7 @@ import pytest
 
 from nexrl import cli
 from nexrl.errors import FailedPreconditionError
+from tests.support.patience import LIMIT_SECONDS
 
 
 def test_a_name_that_is_a_run_on_this_machine_too_is_looked_for_on_the_cluster_with_a_hint(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_a_command_without_its_packages_says_what_to_install(tmp_path: Path, com
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == FailedPreconditionError.exit_code
     assert " is not installed; this command needs the extra local" in done.stderr

@@ -16,6 +16,7 @@ from nexrl.local.child import Child, Command
 from nexrl.local.logs import print_run_logs
 from nexrl.local.run_folder import RunFolder
 from nexrl.log_files import log_path
+from tests.support.patience import eventually
 from tests.support.services import small_experiment
 
 CHATTY = """
@@ -60,7 +61,6 @@ def test_a_kept_log_is_bounded_and_has_the_newest_lines(tmp_path: Path) -> None:
     assert b"line 199" in newest_bytes(path)
 
 
-@pytest.mark.timeout(20)
 def test_a_link_and_a_pipe_in_the_folder_of_logs_are_neither_written_nor_read(tmp_path: Path) -> None:
     checkpoint, link, pipe = tmp_path / "checkpoint", tmp_path / "trainer.log", tmp_path / "controller.log"
     checkpoint.write_text("weights")
@@ -126,10 +126,12 @@ async def test_logs_of_a_running_run_are_followed_to_its_end_across_a_rotation(
     said = ""
 
     async def until(text: str) -> None:
-        nonlocal said
-        while not said.endswith(text):
-            await asyncio.sleep(0.01)
+        def is_said() -> bool:
+            nonlocal said
             said += capsys.readouterr().out
+            return said.endswith(text)
+
+        await eventually(is_said, f"the log says {text!r}")
 
     await until("first\n")
     with path.open("a") as log:

@@ -100,7 +100,7 @@ def test_a_source_that_is_not_there_names_the_field_and_its_value(path: str) -> 
     assert "must be" in violation.description
 
 
-@pytest.mark.timeout(180)  # 135M parameters, unpacked on however busy a CPU
+@pytest.mark.gate
 def test_a_gguf_in_a_package_becomes_a_model_that_can_be_saved(tmp_path: Path) -> None:
     model = build_model(PACKAGE, seed=0)
     tokenizer = build_tokenizer(PACKAGE)

@@ -18,6 +18,7 @@ from nexrl.plan.table import MODELS, PAGE, gpus_needed, sizing_page
 from nexrl.plan.training import Training, rank_memory
 from nexrl.spec.model import PathModel
 from tests.support.marks import ROOT
+from tests.support.patience import LIMIT_SECONDS
 from tests.support.services import small_experiment
 
 GIB = 2**30
@@ -96,7 +97,7 @@ def test_plan_needs_no_torch(tmp_path: Path) -> None:
         "import sys; sys.modules.update(torch=None, transformers=None, gguf=None); from nexrl.cli import main; main()"
     )
     command = [sys.executable, "-c", code, "plan", str(tmp_path / "experiment.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "optimizer state" in done.stdout
 

@@ -266,7 +266,6 @@ requests_strategy = st.lists(
 )
 
 
-@pytest.mark.timeout(240)
 @settings(max_examples=20, deadline=None)
 @given(requests=requests_strategy, arrivals=st.data())
 def test_any_order_of_admission_and_cancellation_gives_each_request_what_it_gets_alone(

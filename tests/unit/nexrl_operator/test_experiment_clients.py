@@ -9,8 +9,8 @@ from nexrl_operator import experiment_clients
 from nexrl_operator.experiment_clients import ExperimentClients
 from nexrl_operator.observed import Seen
 from nexrl_operator.work_queue import Key
-from tests.support.eventually import eventually
 from tests.support.kubelet import Services, experiment_object
+from tests.support.patience import eventually
 
 KEY = "rl", "x"
 

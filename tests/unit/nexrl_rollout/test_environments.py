@@ -1,5 +1,6 @@
 """Rewards and environments that come with the project."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,19 @@ from nexrl.environment import Task
 from nexrl.rewards import RewardFailedError, score
 from nexrl.spec.data import ReasoningGymDataSpec
 from nexrl_rollout.environments.number_guess import NumberGuess
-from nexrl_rollout.environments.reasoning_gym import native_score
 from tests.support.packages import needs_reasoning_gym
 
 
+@pytest.fixture
+def native_score() -> Callable[..., float]:
+    """The score of reasoning-gym, which the default installation does not contain."""
+    from nexrl_rollout.environments.reasoning_gym import native_score  # imports the package
+
+    return native_score
+
+
 @needs_reasoning_gym
-def test_reasoning_gym_scores_with_the_generators_own_scorer() -> None:
+def test_reasoning_gym_scores_with_the_generators_own_scorer(native_score: Callable[..., float]) -> None:
     data = ReasoningGymDataSpec(type="reasoning_gym", name="chain_sum", size=3)
     for task in open_dataset(data, Path()).tasks:
         assert score(native_score, task, f"so <answer>{task['answer']}</answer>", True).reward == 1.0
@@ -23,7 +31,7 @@ def test_reasoning_gym_scores_with_the_generators_own_scorer() -> None:
 
 
 @needs_reasoning_gym
-def test_scorer_that_raises_is_a_failed_reward_and_not_a_zero() -> None:
+def test_scorer_that_raises_is_a_failed_reward_and_not_a_zero(native_score: Callable[..., float]) -> None:
     data = ReasoningGymDataSpec(type="reasoning_gym", name="prime_factorization", size=1)
     (task,) = open_dataset(data, Path()).tasks
     with pytest.raises(RewardFailedError):

@@ -1,7 +1,6 @@
 """Policy: which replica gets a request, and what happens when one fails. Over real gRPC."""
 
 import asyncio
-import time
 from itertools import product
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError, UnavailableError
 from nexrl.policy import Sampling, draw_seed
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
+from tests.support.patience import eventually
 from tests.support.rollout import (
     FakeEngine,
     FakeWeightSync,
@@ -97,7 +97,7 @@ async def test_only_ready_replicas_are_asked_and_readiness_is_waited_for() -> No
     async with serving(engine) as address, serving(registry) as registry_address:
         await registry.set(replica("late", address, ready=False))
         async with following_policy(registry_address) as policy:
-            await policy._wait_until(lambda: bool(policy._replicas), time.monotonic() + 10)  # it is known, not ready
+            await eventually(lambda: policy._replicas, "the replica is known; it is not ready")
             waiting = asyncio.create_task(policy.generate([1, 2], 1, SAMPLING))
             with pytest.raises(UnavailableError, match="no replica"):
                 await policy.generate([1, 2], 1, SAMPLING, timeout_seconds=0.05)
@@ -116,7 +116,7 @@ async def test_replica_that_left_finishes_what_it_had_begun() -> None:
             running = asyncio.create_task(policy.generate([1, 2], 1, SAMPLING))
             await engine.wait_for(lambda: bool(engine.requests))
             await registry.set()
-            await policy._wait_until(lambda: not policy._ready(), time.monotonic() + 10)
+            await eventually(lambda: not policy._ready())
             engine.is_open.set()
             assert len(await running) == 1
 

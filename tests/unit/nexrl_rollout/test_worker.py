@@ -12,7 +12,7 @@ from nexrl.activity import ActivityTracker
 from nexrl.client import RolloutClient
 from nexrl.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 from nexrl.rewards import RewardFailedError
-from nexrl.rollout_worker import RolloutWorker, all_failed, scored
+from nexrl.rollout_worker import NotAttemptedError, RolloutWorker, all_failed, scored
 from nexrl.rpc.client import connect
 from nexrl.transcript import Transcript
 from nexrl.v1.activity_service_pb2 import Module
@@ -28,6 +28,7 @@ from nexrl.v1.trajectory_pb2 import (
     Verdict,
 )
 from nexrl_rollout.worker import RolloutLimits, RolloutLoop
+from tests.support.patience import eventually
 from tests.support.rollout import FakePool, FakeWeightSync, completion, following_policy, serving, task_lease
 
 LIMITS = RolloutLimits(max_in_flight=8, group_size=4, lease_seconds=60, timeout_seconds=30)
@@ -91,11 +92,20 @@ def all_put(pool: FakePool, count: int) -> Callable[[], bool]:
     return lambda: sum(map(len, pool.results.values())) == count
 
 
+async def until_answered(loop: RolloutLoop, unfinished: int = 0) -> None:
+    """Wait until the loop has the answers to its puts: a stop before them returns the samples.
+
+    The pool has the samples before. `unfinished` samples stay in work.
+    """
+    await eventually(lambda: loop._samples_held() == unfinished)
+
+
 @pytest.mark.guide("G4", "G11", "G12")
 async def test_every_leased_sample_is_put_once_and_a_group_is_never_split_over_calls() -> None:
     pool = FakePool([task_lease(group, 4) for group in range(5)])
-    async with running(pool, Scripted(succeed)):
+    async with running(pool, Scripted(succeed)) as loop:
         await pool.wait_for(all_put(pool, 20))
+        await until_answered(loop)
     assert [result.sample_id for result in pool.results[PURPOSE_TRAINING]] == pool.granted
     assert verdicts(pool) == {VERDICT_OK}
     assert pool.puts <= 5
@@ -141,8 +151,9 @@ async def test_samples_one_by_one_are_put_as_they_become_ready() -> None:
         return await (hang if lease.samples[0].sample_id == "0.0" else succeed)(lease)
 
     pool = FakePool([task_lease(0, 4)])
-    async with running(pool, OneByOne(hang_on_the_first)):
+    async with running(pool, OneByOne(hang_on_the_first)) as loop:
         await pool.wait_for(all_put(pool, 3))
+        await until_answered(loop, unfinished=1)
     assert pool.returned == ["0.0"]
 
 
@@ -241,6 +252,23 @@ async def test_grant_whose_answer_was_never_seen_is_returned() -> None:
         await pool.wait_for(lambda: pool.lease_calls == 1)
         pool.waiting += [task_lease(0, 4)]  # granted to whoever asks next: the repeated call, while the loop stops
     assert sorted(pool.returned) == sorted(pool.granted)
+
+
+async def test_samples_that_are_returned_are_granted_again_together_as_another_attempt() -> None:
+    attempts: list[list[tuple[str, int]]] = []
+
+    async def not_at_first(lease: TaskLease) -> Sequence[SampleResult]:
+        attempts.append([(sample.sample_id, sample.attempt) for sample in lease.samples])
+        if len(attempts) == 1:
+            raise NotAttemptedError("no agent")
+        return results(lease)
+
+    pool = FakePool([task_lease(0, 2)])
+    async with running(pool, Scripted(not_at_first)) as loop:
+        await pool.wait_for(all_put(pool, 2))
+        await until_answered(loop)
+    assert attempts == [[("0.0", 1), ("0.1", 1)], [("0.0", 2), ("0.1", 2)]]
+    assert (pool.returned, pool.in_flight) == (["0.0", "0.1"], 0)
 
 
 async def test_leases_are_renewed_while_a_rollout_is_long() -> None:

@@ -334,7 +334,7 @@ class BlockingCoroutine(Blocking):
 @pytest.mark.parametrize("environment", [Blocking(), BlockingCoroutine()])
 @pytest.mark.guide("G18")
 async def test_an_environment_may_use_a_synchronous_client(environment: Any) -> None:
-    async with policy_over(says("4", "7")) as policy, asyncio.timeout(30):
+    async with policy_over(says("4", "7")) as policy:
         result = await run_agent(policy, environment, task_lease(0, 1))
     assert result.verdict == VERDICT_OK
     (trajectory,) = result.trajectories

@@ -21,6 +21,7 @@ from nexrl_trainer.step import Learner, LearnerSettings
 from nexrl_trainer.trained_weights import AdapterSettings
 from tests.support.adapters import adapter_model, save_base
 from tests.support.checkpoints import save_checkpoint
+from tests.support.patience import LIMIT_SECONDS
 
 BuildBatch = Callable[..., TrainBatch]
 MAX_DIFFERENCE = 1e-5
@@ -53,7 +54,8 @@ def test_the_exported_model_computes_what_the_trained_one_does(
 ) -> None:
     learner = trained(build_batch, is_lora=is_lora)
     path = saved(tmp_path, learner, tokenizer)
-    subprocess.run([sys.executable, "-m", "nexrl.cli", "export", path, tmp_path / "exported"], check=True, timeout=60)
+    command = [sys.executable, "-m", "nexrl.cli", "export", str(path), str(tmp_path / "exported")]
+    subprocess.run(command, check=True, timeout=LIMIT_SECONDS)
     names = {file.name for file in (tmp_path / "exported").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not {name for name in names if "adapter" in name or "state" in name or "checkpoint" in name}

@@ -12,7 +12,7 @@ from nexrl.spec import ExperimentSpec
 from nexrl_trainer import memory_check
 from nexrl_trainer.memory_check import compare, memory_warning
 from nexrl_trainer.server import start
-from tests.support.eventually import eventually
+from tests.support.patience import eventually
 from tests.support.services import running_service, small_experiment
 
 CPU = torch.device("cpu")

@@ -1,6 +1,5 @@
 """The algorithm processor's own part: what it makes of a leased batch."""
 
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -40,8 +39,7 @@ class Builder:
         return AlgorithmProcessor(processor, self._client, activity, self.folder, REFERENCE)
 
     def user_code(self, module: str, text: str) -> None:
-        """Write a module of the user. One of that name may be imported: that of another test."""
-        sys.modules.pop(module, None)
+        """Write a module of the user."""
         (self.folder / f"{module}.py").write_text(text)
 
 

@@ -17,7 +17,7 @@ from nexrl.v1.trainer_replica_service_pb2_grpc import TrainerReplicaServiceStub
 from nexrl_trainer import hosted_ranks, other_replica, server
 from nexrl_trainer.other_replica import OtherReplica
 from nexrl_trainer.rank_processes import RankEnd, RankProcess, first_end
-from tests.support.eventually import eventually
+from tests.support.patience import LIMIT_SECONDS, eventually
 from tests.support.services import settings, small_experiment
 
 OWN = pb.RunRanksRequest(trainer_id="own", replica=1, replicas=2, processes_per_replica=1, rendezvous="127.0.0.1:1")
@@ -147,7 +147,7 @@ async def test_a_replica_that_runs_the_ranks_of_one_trainer_refuses_another(repl
     with pytest.raises(FailedPreconditionError, match="runs the ranks of another trainer"):
         await first_end([second])
     with pytest.raises(FailedPreconditionError, match="runs the ranks of another trainer"):
-        await call(replica.stub().EndRanks, pb.EndRanksRequest(trainer_id="another"), timeout_seconds=5)
+        await call(replica.stub().EndRanks, pb.EndRanksRequest(trainer_id="another"), timeout_seconds=LIMIT_SECONDS)
     assert not await replica.has_ended()
     assert not first.ended.done()
 

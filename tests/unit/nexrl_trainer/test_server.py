@@ -21,8 +21,8 @@ from nexrl_trainer.forward import ForwardPass
 from nexrl_trainer.server import run_checkpoints
 from nexrl_trainer.step import Learner, MockLearner
 from nexrl_trainer.step_metrics import LossMetrics, LossTotals
-from tests.support.eventually import eventually
 from tests.support.families import FAMILIES_BY_TYPE
+from tests.support.patience import eventually
 from tests.support.services import running_service, small_experiment
 
 BFLOAT16 = {

@@ -31,7 +31,6 @@ class FakeReader:
         )
 
 
-@pytest.mark.timeout(20)
 async def test_missing_tasks_are_read_at_once_and_those_near_each_other_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from nexrl.spec.schema import SchemaView
 from tests.mutations.features import Feature, load_features, resolve
+from tests.mutations.guards import GUARDS
 from tests.support.guide import Row, load_rows, proving_tests, render
 from tests.support.marks import ROOT, TESTS, find_tests
 
@@ -68,6 +69,13 @@ def test_each_mutation_takes_text_out_that_is_there_and_names_a_test_that_is_mar
     assert [feature.rows for feature in load_features() if feature.text == feature.without] == []
 
 
+def test_each_guard_of_the_ledger_has_its_text_and_its_test() -> None:
+    counts = {guard.what: (ROOT / guard.path).read_text().count(guard.text) for guard in GUARDS}
+    assert {what: count for what, count in counts.items() if count != 1} == {}
+    tests = {guard.test.partition("[")[0] for guard in GUARDS}
+    assert [test for test in sorted(tests) if not _has_test(test)] == []
+
+
 def test_all_mutations_that_are_out_of_date_are_named_at_once() -> None:
     here = ("tests/mutations/features.py",)
     features = [
@@ -79,6 +87,11 @@ def test_all_mutations_that_are_out_of_date_are_named_at_once() -> None:
         ValueError, match=r"(?s)A1: .*occurs 0 times.*A2: .*not valid Python.*A3: 0 tests named test_get"
     ):
         resolve(features, {row_id: ["tests/test_one.py::test_put"] for row_id in ("A1", "A2", "A3")})
+
+
+def _has_test(test: str) -> bool:
+    file, _, names = test.partition("::")
+    return (ROOT / file).is_file() and _holds(_tree(ROOT / file).body, names.split("::") if names else [])
 
 
 def _exists(name: str) -> bool:

@@ -8,7 +8,7 @@ from nexrl.spec import json_schema
 from nexrl.spec.reference import reference_page
 from nexrl.spec.section import Section
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def sections_of(section: type[Section]) -> set[type[Section]]:

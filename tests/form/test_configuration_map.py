@@ -11,7 +11,7 @@ import pytest
 from nexrl.spec import Experiment
 from nexrl.spec.schema import SchemaView
 
-PAGE = Path(__file__).parents[3] / "docs/reference/configuration-map.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/configuration-map.md"
 MINIMAL: dict[str, Any] = {
     "apiVersion": "nexrl.dev/v1alpha1",
     "kind": "Experiment",

@@ -4,6 +4,7 @@ The lists are short on purpose: a new entry is a decision.
 """
 
 import re
+import subprocess
 from importlib.metadata import entry_points
 from itertools import permutations
 
@@ -67,6 +68,7 @@ REDIS = {
 
 KUBERNETES = {"nexrl.k8s.api"}
 
+LARGEST_FILE_BYTES = 512 * 1024
 TEXT_SUFFIXES = {".json", ".lua", ".md", ".proto", ".py", ".pyi", ".tpl", ".yaml"}
 
 
@@ -124,6 +126,13 @@ def test_no_handwritten_file_has_more_than_400_lines() -> None:
     texts = {path: path.read_text() for path in paths if path.suffix in TEXT_SUFFIXES}
     long = [path for path, text in texts.items() if text.count("\n") > 400 and not _is_generated(text)]
     assert [str(path.relative_to(ROOT)) for path in long] == []
+
+
+def test_no_file_is_larger_than_512_kib() -> None:
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in done.stdout.split("\0") if name]
+    assert [str(path) for path in paths if path.is_file() and path.stat().st_size > LARGEST_FILE_BYTES] == []
 
 
 def _is_generated(text: str) -> bool:

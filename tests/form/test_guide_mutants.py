@@ -13,7 +13,7 @@ from tests.mutations.guard import Guard
 
 ROWS = "in: src\nmutations:\n- {rows: A1, text: one, without: '', test: test_one}\n"
 LATER = "- {rows: A2, text: two, without: '', test: test_two}\n"
-TEST = "tests/unit/test_guide.py::test_a_mark_of_no_row_is_refused"
+TEST = "tests/form/test_guide.py::test_a_mark_of_no_row_is_refused"
 
 
 def test_a_test_that_misses_what_is_taken_out_is_told_from_one_that_notices() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nexrl.errors import NexrlError
 
-PAGE = Path(__file__).parents[3] / "docs/exit-codes.md"
+PAGE = Path(__file__).parents[2] / "docs/exit-codes.md"
 
 
 def test_the_page_has_every_error_with_its_exit_code() -> None:

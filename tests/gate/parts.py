@@ -1,0 +1,82 @@
+"""The parts of the gate: which command each runs, on which lane, and what it needs.
+
+Lane 1 keeps both cores busy. Lane 2 builds at low priority, and then waits for a cluster most of the time.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CLUSTER = ("KUBECONFIG", "program:kubectl", "program:helm")
+CLUSTER_AFTER = ("images", "integration")
+"""Beside the integration tests, both would take longer: together they keep more than two cores busy."""
+VLLM_PYTHON = ".venv-vllm/bin/python"
+LOWEST = 10
+"""Niceness of what nothing waits for yet."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command, or one run of pytest. The parts of a lane run one after the other."""
+
+    name: str
+    limit_seconds: float
+    """Ends a part that hangs. No part comes near it, also beside other work."""
+    command: Sequence[str] = ()
+    tests: Sequence[str] = ()
+    """Folders or node ids, of a part that is a run of pytest."""
+    workers: int = 0
+    """Processes of that run. 0: its own."""
+    spread: str = "worksteal"
+    """How tests are spread over them. `loadfile`: those of a file in one process, which shares its long fixtures."""
+    python: str = sys.executable
+    lane: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    after: Sequence[str] = ()
+    """Parts of the other lane that must have ended before. Those that are no tests must have passed."""
+    needs: Sequence[str] = ()
+    """Environment variables, and programs as `program:NAME`, without which the part is skipped."""
+    is_first: bool = False
+    """All such parts run before the others. If one fails, no other part runs."""
+    is_timed: bool = False
+    """Its tests wait for processes: one that fails runs once more, alone."""
+    niceness: int = 0
+
+    def arguments(self, report: Path) -> list[str]:
+        """Return the whole command. Pytest writes its `report` as XML."""
+        if not self.tests:
+            return [*self.command]
+        spread = ["-n", str(self.workers), "--dist", self.spread] if self.workers else []
+        written = [f"--junitxml={report}", "--override-ini=junit_family=xunit1", "--durations=12"]
+        return [self.python, "-m", "pytest", "-m", "not soak", *spread, *written, *self.tests]
+
+    @property
+    def missing(self) -> str:
+        """The reason to skip the part; "" if there is none."""
+        for need in self.needs:
+            program = need.removeprefix("program:")
+            if program != need and not shutil.which(program):
+                return f"{program} is not on the PATH"
+            if program == need and not os.environ.get(need):
+                return f"{need} is not set"
+        return ""
+
+
+PARTS = (
+    Part("form", 300, ("make", "gate-form"), is_first=True),
+    Part("types", 600, ("make", "gate-types"), lane=2, is_first=True),
+    Part("unit", 1500, tests=["tests/unit"], workers=2),
+    Part("integration", 1800, tests=["tests/integration"], workers=3, is_timed=True),
+    Part("runs", 2400, tests=["tests/e2e"], workers=2, spread="loadfile", is_timed=True),
+    Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
+    Part("vllm", 1500, tests=["tests/vllm"], python=VLLM_PYTHON, after=["set-up of vllm"], is_timed=True),
+    Part("set-up of vllm", 1500, ("make", "setup-vllm"), lane=2, niceness=LOWEST),
+    Part("images", 1800, ("make", "images"), lane=2, needs=CLUSTER, niceness=LOWEST),
+    Part("envtest", 1800, tests=["tests/envtest"], lane=2, is_timed=True),
+    Part("cluster", 2400, tests=["tests/kubernetes"], lane=2, after=CLUSTER_AFTER, needs=CLUSTER, is_timed=True),
+    Part("scan", 600, ("make", "scan"), lane=2, needs=["program:helm"], niceness=LOWEST),
+)
+"""In the order of each lane, and of the table. What no part runs is in `make soak`."""

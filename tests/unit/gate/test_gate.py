@@ -1,0 +1,231 @@
+"""The gate: form ends it, all other parts run to their end, and a test that passes alone is never green in silence."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from tests.gate import __main__ as gate
+from tests.gate.flaky import FlakyTest, entry_for, load, too_often
+from tests.gate.lanes import Lanes
+from tests.gate.parts import PARTS, Part
+from tests.gate.results import FailedTest, Result, Verdict, table
+from tests.gate.soak import ages, recorded
+from tests.gate.soak import verdict as soak_verdict
+
+FAILS_ONCE = """
+from pathlib import Path
+
+def test_fails_once():
+    mark = Path(__file__).with_name("ran")
+    was_there = mark.exists()
+    mark.touch()
+    assert was_there, "the first time"
+
+def test_passes():
+    pass
+"""
+HANG_SECONDS = 20  # speed: of a part that hangs; within it, Python starts
+FAILS = "def test_always_fails():\n    assert 1 == 2\n"
+
+
+Run = Callable[[Sequence[Part]], bool]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """The lines that the gate printed."""
+    return []
+
+
+@pytest.fixture
+def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run these parts as the gate does, and return whether it is green."""
+    monkeypatch.setattr(gate, "print_line", said.append)
+    monkeypatch.setattr(gate, "changed_files", set)
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def run_gate(parts: Sequence[Part]) -> bool:
+        results = gate.run(parts, Lanes(folder, said.append))
+        gate.print_counts(results)
+        return gate.is_green(results)
+
+    return run_gate
+
+
+def command(name: str, code: str, **more: object) -> Part:
+    return Part(name, 60, (sys.executable, "-c", code), **more)  # type: ignore[arg-type]
+
+
+def timed(source: str) -> Part:
+    """A part with these tests, which are a file of the current folder."""
+    Path("test_it.py").write_text(source)
+    return Part("timed", 120, tests=["test_it.py"], is_timed=True)
+
+
+def verdicts(said: Sequence[str]) -> dict[str, str]:
+    """The verdict of each part in the printed table."""
+    lines = [line for text in said for line in text.splitlines() if line.startswith("| ")]
+    return {cells[1]: cells[2] for cells in (list(map(str.strip, line.split("|"))) for line in lines)}
+
+
+def test_a_fault_of_form_ends_the_gate_and_the_other_first_part_is_shown_too(run: Run, said: list[str]) -> None:
+    parts = [
+        command("form", "raise SystemExit('a wrong page')", is_first=True),
+        command("types", "raise SystemExit('a wrong type')", is_first=True, lane=2),
+        command("unit", ""),
+    ]
+    assert not run(parts)
+    assert any("a wrong page" in line for line in said)
+    assert any("a wrong type" in line for line in said)
+    assert verdicts(said)["unit"] == "not run: form or types failed"
+
+
+def test_every_other_part_runs_to_its_end_and_the_gate_is_red(run: Run, said: list[str]) -> None:
+    parts = [
+        command("first", "raise SystemExit(3)"),
+        command("second", ""),
+        command("build", "raise SystemExit(1)", lane=2),
+        command("cluster", "", lane=2, after=["build"]),
+    ]
+    assert not run(parts)
+    seen = verdicts(said)
+    assert seen["first"] == "FAILED: exit code 3"
+    assert seen["second"] == "passed"
+    assert seen["cluster"] == "not run: build: FAILED"
+
+
+def test_a_part_that_needs_a_skipped_one_is_skipped_for_its_own_reason(
+    run: Run, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    parts = [
+        Part("images", 60, ("false",), lane=2, needs=["KUBECONFIG"]),
+        Part("cluster", 60, ("false",), lane=2, after=["images"], needs=["KUBECONFIG"]),
+    ]
+    assert run(parts)
+    assert verdicts(said)["cluster"] == "skipped: KUBECONFIG is not set"
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started(run: Run, said: list[str], tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time, pathlib; child = subprocess.Popen(['sleep', '1000']); "
+        f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); time.sleep(1000)"
+    )
+    assert not run([Part("hangs", HANG_SECONDS, (sys.executable, "-c", code))])
+    assert verdicts(said)["hangs"] == f"FAILED: not at its end after {HANG_SECONDS} s"
+    state = Path(f"/proc/{started.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_test_that_passes_alone_is_printed_as_flaky_and_the_gate_is_green(
+    run: Run, said: list[str], tmp_path: Path
+) -> None:
+    assert run([timed(FAILS_ONCE)])
+    printed = "\n".join(said)
+    assert "FLAKY" in printed
+    assert "the first time" in printed
+    assert "write this to flaky.yaml" in printed
+    assert "2 passed, 0 failed, 0 skipped" in printed
+
+
+def test_a_tree_is_stamped_only_if_it_was_committed_from_the_beginning(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "print_line", said.append)
+    monkeypatch.setattr(gate, "STAMPS", tmp_path)
+    monkeypatch.setattr(gate, "changed_files", set)
+    tree = gate.git("rev-parse", "HEAD^{tree}").strip()
+    monkeypatch.setattr(gate, "committed_tree", lambda: tree)
+    results = [Result("unit", Verdict.PASSED, 3.0, passed=7)]
+    for before in ("", "another tree"):
+        gate.write_stamp(before, results)
+    assert not list(tmp_path.iterdir())
+    gate.write_stamp(tree, results)
+    assert "| unit | passed | 3 | 7 |" in (tmp_path / tree).read_text()
+
+
+def test_a_test_that_fails_again_is_red(run: Run, said: list[str], tmp_path: Path) -> None:
+    assert not run([timed(FAILS)])
+    assert any(line.startswith("FAILED") and "test_always_fails" in line for line in said)
+    assert "0 passed, 1 failed, 0 skipped" in said
+
+
+def test_a_test_in_a_file_that_the_change_touches_gets_no_second_run(
+    run: Run, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "changed_files", lambda: AnyFile())
+    assert not run([timed(FAILS_ONCE)])
+    assert not any("once more" in line for line in said)
+
+
+class AnyFile(set[str]):
+    """All files."""
+
+    def __contains__(self, path: object) -> bool:
+        return True
+
+
+def test_more_than_five_failures_are_no_accident(run: Run, said: list[str], tmp_path: Path) -> None:
+    source = "\n".join(f"def test_{number}():\n    assert False\n" for number in range(6))
+    assert not run([timed(source)])
+    assert any("none runs once more" in line for line in said)
+
+
+def test_a_test_that_waits_for_no_process_gets_no_second_run(run: Run, said: list[str], tmp_path: Path) -> None:
+    assert not run([replace(timed(FAILS_ONCE), is_timed=False)])
+
+
+def test_the_third_time_a_flaky_test_is_red() -> None:
+    test = FailedTest("tests/e2e/test_run.py::test_it", "why", "")
+    known = [FlakyTest(test.name, date(2026, 11, 1), 2, "why", "unknown")]
+    assert too_often(test, known)
+    assert not too_often(test, [])
+    assert "times: 3" in entry_for(test, known, date(2026, 11, 27))
+    assert "since: 2026-11-01" in entry_for(test, known, date(2026, 11, 27))
+
+
+def test_an_entry_of_the_list_is_read_as_it_was_printed(tmp_path: Path) -> None:
+    path = tmp_path / "flaky.yaml"
+    path.write_text(entry_for(FailedTest("tests/x.py::test_it[a: b]", "E: 'x'", ""), [], date(2026, 11, 27)))
+    assert load(path) == [FlakyTest("tests/x.py::test_it[a: b]", date(2026, 11, 27), 1, "E: 'x'", "unknown")]
+
+
+def test_a_part_says_why_it_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    assert Part("cluster", 1, needs=["KUBECONFIG"]).missing == "KUBECONFIG is not set"
+    assert Part("scan", 1, needs=["program:no-such-program"]).missing == "no-such-program is not on the PATH"
+
+
+def test_parts_wait_only_for_parts_that_exist() -> None:
+    names = {part.name for part in PARTS}
+    assert {name for part in PARTS for name in part.after} <= names
+    assert len(names) == len(PARTS)
+
+
+def test_the_table_has_each_part() -> None:
+    text = table([Result("unit", Verdict.PASSED, 3.2, passed=7), Result("scan", Verdict.SKIPPED, why="no helm")])
+    assert "| unit | passed | 3 | 7 | 0 | 0 | 0 |" in text
+    assert "| scan | skipped: no helm | 0 | 0 | 0 | 0 | 0 |" in text
+
+
+def test_a_result_of_soak_is_recorded_in_its_row_and_has_an_age() -> None:
+    page = "| area | what |\n|---|---|\n| fuzz | messages | never | never | | |\n| vllm | all | never | never | | |\n"
+    page = recorded(page, "fuzz", "abc1234", date(2026, 11, 20), "412", "passed: 8 passed in 410 s")
+    assert "| fuzz | messages | abc1234 | 2026-11-20 | 412 | passed: 8 passed in 410 s |" in page
+    assert ages(page, date(2026, 11, 27)) == [
+        "soak-fuzz: 7 days ago at abc1234: passed: 8 passed in 410 s",
+        "soak-vllm: never recorded",
+    ]
+
+
+def test_a_soak_whose_tests_were_all_skipped_has_not_passed() -> None:
+    assert soak_verdict(0, "8 passed, 1 skipped in 410 s") == "passed"
+    assert soak_verdict(0, "9 skipped in 0.3 s") == "SKIPPED"
+    assert soak_verdict(1, "1 failed in 2 s") == "FAILED, exit code 1"
