@@ -1,0 +1,84 @@
+"""Runs tests 21 times, three at a time, beside two busy loops: a test that depends on luck fails.
+
+    python -m tests.gate.stress TESTS        these, however long it takes: what `make stress` calls
+    python -m tests.gate.stress --added      the test functions that this change adds, for 90 s: a part of the gate
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+from tests.gate.__main__ import BASE, git
+
+ROUNDS = 7
+WORKERS = 3
+"""Each runs all the tests in each round."""
+SECONDS = 90.0  # speed: what has no time is left to `make stress`, and said
+LONG = ("e2e", "chaos", "kubernetes", "vllm", "gpu", "how_to")
+"""Folders of tests that take minutes, or need more than `make setup` installs."""
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+NO_TESTS = 5
+"""How pytest ends when it has left all tests out."""
+
+
+def main() -> None:
+    """Run the tests that the command line names, and end with code 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="*", help="folders, files, or node ids of pytest")
+    parser.add_argument("--added", action="store_true", help="the tests that differ from the commit BASE, for 90 s")
+    arguments = parser.parse_args()
+    if arguments.tests:
+        sys.exit(stress(arguments.tests, None))
+    if not arguments.added:
+        parser.error("name tests, for example tests/integration/test_rpc.py")
+    tests = added_tests(git("diff", "--unified=0", BASE, "--", "tests"))
+    sys.stdout.write(f"{len(tests)} test functions are new since {BASE}\n")
+    sys.exit(stress(["-m", "not soak", *tests], SECONDS) if tests else 0)
+
+
+def added_tests(difference: str) -> list[str]:
+    """Return the node ids of the test functions that a difference adds, without those that take minutes."""
+    tests, file = [], ""
+    for line in difference.splitlines():
+        if line.startswith("+++ "):
+            file = line.removeprefix("+++ ").removeprefix("b/")
+        elif (found := re.match(r"\+(?:async )?def (test_\w+)", line)) and file.split("/")[1] not in LONG:
+            tests.append(f"{file}::{found[1]}")
+    return tests
+
+
+def stress(tests: Sequence[str], limit_seconds: float | None) -> int:
+    """Run the tests in rounds. Return pytest's code of the first round that failed, or 0."""
+    end = None if limit_seconds is None else monotonic() + limit_seconds
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(WORKERS), "--dist", "each", *tests]
+    with busy_loops():
+        for number in range(ROUNDS):
+            try:
+                code = subprocess.run(command, check=False, timeout=end and max(end - monotonic(), 1.0)).returncode
+            except subprocess.TimeoutExpired:
+                sys.stdout.write(f"{number} of {ROUNDS} rounds had time; run `make stress` for the rest\n")
+                return 0
+            if code not in (0, NO_TESTS):
+                return code
+    sys.stdout.write(f"{ROUNDS} rounds of {WORKERS} have passed\n")
+    return 0
+
+
+@contextmanager
+def busy_loops() -> Iterator[None]:
+    """Keep two cores busy. The loops end with this process, whatever ends it."""
+    loops = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(2)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""`make stress` finds tests that depend on luck, and the gate runs it for the tests that a change adds."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.gate import stress
+
+DIFFERENCE = """\
+--- a/tests/unit/test_pool.py
++++ b/tests/unit/test_pool.py
+@@ -1,0 +2,4 @@
++async def test_put():
++    def test_inside():
++def helper():
+-def test_removed():
+--- /dev/null
++++ b/tests/integration/test_get.py
+@@ -0,0 +1 @@
++def test_get():
+--- /dev/null
++++ b/tests/e2e/test_run.py
+@@ -0,0 +1 @@
++def test_a_whole_run():
+"""
+FAILS_IN_ONE_OF_THREE = """
+from pathlib import Path
+
+def test_luck(worker_id):
+    assert worker_id != "gw2"
+"""
+HANGS = "import time\n\ndef test_hangs():\n    time.sleep(600)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project without tests, and one round instead of seven."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stress, "ROUNDS", 1)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def test_a_test_is_new_if_its_function_is() -> None:
+    assert stress.added_tests(DIFFERENCE) == ["tests/unit/test_pool.py::test_put", "tests/integration/test_get.py::test_get"]
+
+
+@pytest.mark.parametrize(("text", "code"), [(FAILS_IN_ONE_OF_THREE, 1), ("def test_always():\n    pass\n", 0)])
+def test_a_test_that_fails_in_one_of_three_processes_is_red(folder: Path, text: str, code: int) -> None:
+    (folder / "test_luck.py").write_text(text)
+    assert stress.stress(["test_luck.py"], None) == code
+
+
+def test_what_has_no_time_is_said_and_left_to_make_stress(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "test_hangs.py").write_text(HANGS)
+    assert stress.stress(["test_hangs.py"], 1.0) == 0
+    assert "0 of 1 rounds had time" in capsys.readouterr().out
