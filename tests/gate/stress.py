@@ -78,7 +78,7 @@ def stress(tests: Sequence[str], limit_seconds: float) -> int:
             if code:
                 return code
             spent = monotonic() - began
-            if number < ROUNDS and spent + spent / number > limit_seconds:
+            if number < ROUNDS and spent + spent / number > limit_seconds:  # speed: only rounds that have time begin
                 sys.stdout.write(f"{number} of {ROUNDS} rounds had time; run `make stress` for the rest\n")
                 return 0
     sys.stdout.write(f"{ROUNDS} rounds of {WORKERS} have passed\n")
