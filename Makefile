@@ -120,10 +120,8 @@ test: $(INSTALLED) ## Run unit tests, the core of the integration tests and one 
 	$(BIN)/pytest -n 3 --dist worksteal -m '$(QUICK)' $(FOLDERS)
 
 .PHONY: stress
-stress: $(INSTALLED) ## Run TESTS="path::test ..." 20 times in three processes beside two busy loops; each new test must pass it
-	@test -n "$(TESTS)" || { echo 'stress: name tests, for example make stress TESTS=tests/integration/test_rpc.py' >&2; exit 1; }
-	for loop in 1 2; do sh -c 'while kill -0 $$0 2>/dev/null; do :; done' $$$$ & done; trap 'kill $$(jobs -p)' EXIT; \
-	$(BIN)/pytest -n 3 --count $(or $(COUNT),20) $(TESTS)
+stress: $(INSTALLED) ## Run TESTS="path::test ..." 21 times, three at a time, beside two busy loops; each new test must pass it
+	$(BIN)/python -m tests.gate.stress $(TESTS)
 
 .PHONY: test-how-to
 test-how-to: $(INSTALLED) ## Run the how-to pages as written, with NexRL installed from its wheel into .venv-wheel

@@ -22,6 +22,15 @@ def choose_device(field: str, name: str) -> torch.device:
     return torch.device("cuda" if is_usable and name != "cpu" else "cpu")
 
 
+def exclude_cudnn_attention() -> None:
+    """Take cuDNN's kernels out of PyTorch's choice for attention, in this process.
+
+    PyTorch 2.11 chooses them on Hopper in 16 bits, and they build a plan for each new shape. In the engine each decode
+    step has a new shape: 41 ms instead of 0.8 ms a step on an H200 (docs/reference/gpus.md).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+
+
 def idle_gpu_warning(field: str, device: torch.device, device_files: Path = Path("/dev")) -> str:
     """Return a warning if `device` is the CPU and the machine has a GPU; empty otherwise."""
     if device.type != "cpu":

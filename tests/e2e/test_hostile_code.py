@@ -55,8 +55,8 @@ FAULTS = {
 
 
 IN_SOAK = {"returns NaN", "sleeps", "is killed for memory", "uses up memory", "prints without end", "exits", "forks"}
-"""Faults that end like another one of FAULTS, or that tests/integration/test_failing_samples.py tries. Each takes a
-whole run, so only `make soak-runs` tries them here."""
+"""Faults that end like another one of FAULTS, or that tests/integration/test_failing_samples.py or, on a cluster,
+tests/kubernetes/test_hostile.py tries. Each takes a whole run, so only `make soak-runs` tries them here."""
 
 
 @pytest.mark.parametrize(

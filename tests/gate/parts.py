@@ -71,6 +71,7 @@ PARTS = (
     Part("unit", 1500, tests=["tests/unit"], workers=2),
     Part("integration", 1800, tests=["tests/integration"], workers=3, is_timed=True),
     Part("mutants", 900, (sys.executable, "-m", "tests.mutations", "--gate")),
+    Part("stress", 1200, (sys.executable, "-m", "tests.gate.stress", "--added")),
     Part("runs", 2400, tests=["tests/e2e"], workers=2, spread="loadfile", is_timed=True),
     Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
     Part("vllm", 1500, tests=["tests/vllm"], python=VLLM_PYTHON, after=["set-up of vllm"], is_timed=True),

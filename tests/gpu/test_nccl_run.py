@@ -1,4 +1,4 @@
-"""A run whose trainer and replica share one GPU, with the real NCCL between them. It has not been run yet."""
+"""A run whose trainer and replica share one GPU, with the real NCCL between them."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nexrl.weights import nccl_communicator
+from tests.support.gpu import SHARED_GPU_NCCL
 from tests.support.runs import metrics_of, running
 
 pytestmark = [
@@ -26,8 +27,8 @@ async def run(root: Path, *overrides: str) -> str:
 
 
 async def test_every_version_of_a_run_travels_by_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if nccl_communicator.version() < 23200:
-        pytest.skip(f"needs NCCL 2.32 or later for two processes on a GPU, not {nccl_communicator.version()}")
+    if nccl_communicator.version() < SHARED_GPU_NCCL:
+        pytest.skip(f"needs NCCL 2.30 or later for two processes on a GPU, not {nccl_communicator.version()}")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     log = await run(tmp_path, "weightSync.transport=nccl")
     assert "weights travel by nccl: weightSync.transport is nccl, although replica inference-0 shares GPU-" in log

@@ -1,16 +1,17 @@
 """Weights by the real NCCL, between processes that share one GPU or have one each.
 
-Several processes on one GPU need NCCL 2.32, which PyTorch may not bring: `pip install nvidia-nccl-cu13==2.32.3`.
-Not one of these tests has been run yet.
+Several processes on one GPU need NCCL 2.30, which PyTorch may not bring: `pip install nvidia-nccl-cu13==2.32.3`.
 """
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from nexrl.weights import nccl_communicator
+from tests.support.gpu import SHARED_GPU_NCCL
 from tests.support.nccl_process import Answer, Transfer, main, version
 from tests.support.spawned_processes import SpawnedProcesses
 
@@ -19,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use"),
 ]
 
-SHARED_GPU_NCCL = 23200
 DEADLINE_SECONDS = 5.0
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     devices = 1 if request.param == "one GPU" else torch.cuda.device_count()
     if request.param == "one GPU":
         if nccl_communicator.version() < SHARED_GPU_NCCL:
-            pytest.skip(f"needs NCCL 2.32 or later for several processes on a GPU, not {nccl_communicator.version()}")
+            pytest.skip(f"needs NCCL 2.30 or later for several processes on a GPU, not {nccl_communicator.version()}")
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     elif devices < 2:
         pytest.skip("needs two GPUs")
@@ -67,8 +67,10 @@ def test_a_member_that_dies_or_hangs_in_a_broadcast_ends_no_other_process(
     request = Transfer(1, port, len(ends), 1, DEADLINE_SECONDS, rank, how)
     answers: list[Answer] = ends.ask(request, silent=rank)
     ends.kill(rank)
+    sent = version(1, CPU).manifest.digest
     for answer in answers:
-        assert "nccl transfer of epoch 1" in answer.error
+        # With NCCL 2.32 a member beside a dead replica may have got everything already.
+        assert "nccl transfer of epoch 1" in answer.error or (victim == "replica" and answer.digest == sent)
         assert answer.seconds < 3 * DEADLINE_SECONDS
         assert answer.computes
 
@@ -83,6 +85,9 @@ def test_those_that_are_left_form_a_new_epoch(ends: SpawnedProcesses, port: int)
 
 
 def test_the_library_is_the_one_that_pytorch_has_loaded() -> None:
+    # torch.cuda.nccl.version() is what PyTorch was compiled with; a newer library may have been installed since.
     major, minor, patch = torch.cuda.nccl.version()[:3]
-    assert nccl_communicator.version() == major * 10_000 + minor * 100 + patch
+    assert nccl_communicator.version() >= major * 10_000 + minor * 100 + patch
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in maps if "libnccl.so" in line}) == 1
     assert len(nccl_communicator.new_unique_id()) == 128

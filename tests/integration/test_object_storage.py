@@ -187,6 +187,7 @@ async def test_a_stop_while_the_end_of_training_waits_for_the_copy_disturbs_neit
     (run / "experiment.yaml").write_text("resolved")
     uploads = new_uploads(s3, run)
     await asyncio.gather(uploads.finish(30, 30), uploads.finish(30, 30))
+    assert s3.names(f"lab/test/records/{run_id(run)}") == {"experiment.yaml"}
 
 
 def test_a_link_that_takes_the_place_of_a_file_is_not_followed(s3: S3Server, tmp_path: Path) -> None:

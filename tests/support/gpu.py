@@ -12,6 +12,9 @@ needs_gpu = [
 ]
 """The marks of a module: `pytestmark = needs_gpu`."""
 
+SHARED_GPU_NCCL = 23000
+"""The first version of NCCL with which several processes can use one GPU (NCCL_MULTI_RANK_GPU_ENABLE)."""
+
 
 def peak_gpu_bytes(function: Callable[[], object]) -> int:
     """Run `function`, and return the most bytes that tensors took on the GPU at once beyond what was there before."""

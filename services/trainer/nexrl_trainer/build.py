@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from nexrl.device import choose_device, idle_gpu_warning
+from nexrl.device import choose_device, exclude_cudnn_attention, idle_gpu_warning
 from nexrl.errors import FailedPreconditionError, naming
 from nexrl.models import build_model
 from nexrl.spec import ExperimentSpec
@@ -30,6 +30,7 @@ def prepare_torch(spec: ExperimentSpec) -> None:
     """Set what PyTorch and transformers have one of in a process."""
     torch.set_num_threads(spec.trainer.threads_per_process)
     torch.manual_seed(spec.trainer.seed)
+    exclude_cudnn_attention()
     if spec.trainer.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it PyTorch refuses products on CUDA in this mode
         torch.use_deterministic_algorithms(mode=True)

@@ -41,4 +41,5 @@ def gpu_for_transfer(setting: str, device: torch.device) -> Gpu | None:
             log.warning("weights go through host memory: %s", error)
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Gpu(torch.device("cuda", index), str(torch.cuda.get_device_properties(index).uuid))
+    name = f"GPU-{torch.cuda.get_device_properties(index).uuid}"  # as nvidia-smi has it
+    return Gpu(torch.device("cuda", index), name)

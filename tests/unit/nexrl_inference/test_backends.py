@@ -33,11 +33,13 @@ def test_each_backend_of_the_experiment_file_can_be_started_and_no_other() -> No
     assert sorted(allowed) == sorted(BACKENDS)
 
 
-async def test_the_built_in_engine_computes_on_the_device_of_the_experiment(
+async def test_the_built_in_engine_computes_on_the_device_of_the_experiment_without_attention_by_cudnn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
     experiment = small_experiment(inference={"maxTokensPerRow": 32, "device": "cuda"})
     process = ServiceProcess("inference", settings(tmp_path, weight_sync="127.0.0.1:1"), experiment)
     with pytest.raises(FailedPreconditionError, match=r"inference\.device: cuda"):
         await process.run(server.start)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

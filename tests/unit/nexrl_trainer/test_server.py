@@ -62,6 +62,12 @@ def test_pytorch_repeats_operations_of_a_gpu_only_if_the_experiment_wants_it(
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
+def test_attention_is_never_computed_by_cudnn() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
+    prepare_torch(spec())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.guide("Q28")
 def test_the_backend_decides_who_learns() -> None:
     assert isinstance(build_learner(spec(trainer={"steps": 10, "backend": "mock"})), MockLearner)

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from nexrl.device import choose_device
+from nexrl.device import choose_device, exclude_cudnn_attention
 from nexrl.models import build_empty_model, iter_weights
 from nexrl.rpc.server import ServiceProcess
 from nexrl.spec import ExperimentSpec
@@ -20,6 +20,7 @@ from nexrl_inference.builtin.scheduler import Limits
 
 async def start(process: ServiceProcess) -> Backend:
     """Build the model without weights, and start the engine in a thread of its own."""
+    exclude_cudnn_attention()
     spec = process.experiment.spec
     tokenizer = await asyncio.to_thread(build_tokenizer, spec.model)
     assert isinstance(spec.inference, BuiltinInference)
