@@ -12,7 +12,7 @@ no time for all.
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.mutations import proofs
@@ -43,11 +43,11 @@ def main() -> None:
         mutations = load_mutations()
     except ValueError as error:
         sys.exit(str(error))
-    known = proofs.load()
+    known, digests = proofs.load(), {each: proofs.digest(each) for each in mutations}
     chosen = [
         each
         for each in mutations
-        if (arguments.all or proofs.digest(each) not in known) and _has_words(each, arguments.words)
+        if (arguments.all or digests[each] not in known) and _has_words(each, arguments.words)
     ]
     say(f"{len(mutations)} mutations, {len(chosen)} of them to prove")
     missed = late = 0
@@ -55,13 +55,13 @@ def main() -> None:
         say(f"{number}/{len(chosen)} {line(mutation, verdict)}")
         late += verdict is None
         missed += verdict is not None and not verdict.is_noticed
-        known.pop(proofs.digest(mutation), None)
+        known.pop(digests[mutation], None)
         if verdict is not None and verdict.is_noticed:
-            known[proofs.digest(mutation)] = verdict.says
+            known[digests[mutation]] = verdict.says
         if not arguments.gate:
-            proofs.write(known, mutations)
+            proofs.write(known, digests)
     if not arguments.gate:
-        PAGE.write_text(page(mutations, known))
+        PAGE.write_text(page(digests, known))
     if missed or late:
         sys.exit(f"{missed} of {len(chosen)} mutations are not noticed, {late} were not tried: run `make mutants`")
     say("all are noticed")
@@ -82,10 +82,10 @@ def line(mutation: Mutation, verdict: Verdict | None) -> str:
     return f"NOT NOTICED: {without} in {mutation.path}, {mutation.test}: {verdict.says}"
 
 
-def page(mutations: Sequence[Mutation], known: proofs.Proofs) -> str:
+def page(digests: Mapping[Mutation, str], known: proofs.Proofs) -> str:
     """Return the page of the ledger's guards."""
-    guards = sorted((each for each in mutations if each.guard), key=lambda each: each.invariant)
-    return HEADER + "".join(_row(each, known.get(proofs.digest(each), "NOT PROVEN")) for each in guards)
+    guards = sorted((each for each in digests if each.guard), key=lambda each: each.invariant)
+    return HEADER + "".join(_row(each, known.get(digests[each], "NOT PROVEN")) for each in guards)
 
 
 def say(text: str) -> None:
