@@ -111,8 +111,9 @@ def _verdict(mutation: Mutation, folder: Path) -> Verdict:
             f"{mutation.what}: pytest ended with code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
     errors = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E ")]
-    says = errors[0][:160] if errors else done.stdout.strip().splitlines()[-1]
-    return Verdict(done.returncode == 1 and not any(hang in error for hang in HANGS for error in errors), says)
+    hung = [error for error in errors if any(hang in error for hang in HANGS)]
+    says = [*hung, *errors, done.stdout.strip().splitlines()[-1]][0][:160]
+    return Verdict(done.returncode == 1 and not hung, says)
 
 
 def _pytest(folder: Path, tests: list[str], timeout: int) -> subprocess.CompletedProcess[str]:
