@@ -172,15 +172,11 @@ redis-servers: $(INSTALLED) ## Download Redis 7 (from Debian) and Valkey into ~/
 	$(BIN)/python -m tests.support.redis_servers
 
 .PHONY: mutants
-mutants: $(INSTALLED) ## Remove each guard of the ledger: a test must fail; writes docs/reference/guards.md. BASE=main for guards that have changed
-	$(BIN)/python -m tests.mutations $(if $(BASE),--base $(BASE))
-
-.PHONY: guide-mutants
-guide-mutants: $(INSTALLED) ## Remove each feature of the guide: a test must fail. ROWS=H7,Q33, or BASE=main for rows that have changed
-	$(BIN)/python -m tests.mutations.guide $(if $(ROWS),--rows $(ROWS)) $(if $(BASE),--base $(BASE))
+mutants: $(INSTALLED) ## Take out each feature of the guide and each guard of the ledger that is not proven yet: a test must fail. ALL=1, ONLY="credit returned"
+	$(BIN)/python -m tests.mutations $(if $(ALL),--all) $(ONLY)
 
 
-AREAS := chaos cluster compiled fuzz guards guide how-to ledger operator runs trainer vllm
+AREAS := chaos cluster compiled fuzz how-to ledger mutants operator runs trainer vllm
 RECORDED = $(BIN)/python -m tests.gate.soak $(@:soak-%=%)
 
 .PHONY: soak $(AREAS:%=soak-%)
@@ -196,14 +192,12 @@ soak-compiled:
 	$(RECORDED) $(BIN)/pytest -m soak tests/unit/nexrl_trainer/test_layers.py
 soak-fuzz:
 	$(RECORDED) env NEXRL_FUZZ_CALLS=$(or $(CALLS),12500) NEXRL_FUZZ_SEED=$(or $(SEED),0) $(BIN)/pytest -k random_messages tests/integration/test_hostile_messages.py
-soak-guards:
-	$(RECORDED) $(MAKE) mutants
-soak-guide:
-	$(RECORDED) $(MAKE) guide-mutants
 soak-how-to:
 	$(RECORDED) $(MAKE) test-how-to
 soak-ledger:
 	$(RECORDED) env NEXRL_LEDGER_HISTORIES=$(or $(HISTORIES),1000) $(BIN)/pytest tests/integration/test_ledger_properties.py
+soak-mutants:
+	$(RECORDED) $(MAKE) mutants ALL=1
 soak-operator:
 	$(RECORDED) env EXPERIMENTS=$(or $(EXPERIMENTS),500) $(BIN)/pytest -s tests/envtest/test_many.py
 soak-runs:

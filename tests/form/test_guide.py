@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from nexrl.spec.schema import SchemaView
-from tests.mutations.features import Feature, load_features, resolve
-from tests.mutations.guards import GUARDS
+from tests.mutations.mutation import load_mutations, parse, resolve
 from tests.support.guide import Row, load_rows, proving_tests, render
 from tests.support.marks import ROOT, TESTS, find_tests
 
@@ -66,27 +65,28 @@ def test_a_mark_of_no_row_is_refused() -> None:
 
 def test_each_mutation_takes_text_out_that_is_there_and_names_a_test_that_is_marked_with_its_rows() -> None:
     assert set(proving_tests()) <= {row.row_id for row in load_rows()}
-    assert [feature.rows for feature in load_features() if feature.text == feature.without] == []
+    assert [mutation.what for mutation in load_mutations() if mutation.text == mutation.without] == []
 
 
-def test_each_guard_of_the_ledger_has_its_text_and_its_test() -> None:
-    counts = {guard.what: (ROOT / guard.path).read_text().count(guard.text) for guard in GUARDS}
-    assert {what: count for what, count in counts.items() if count != 1} == {}
-    tests = {guard.test.partition("[")[0] for guard in GUARDS}
+def test_each_guard_of_the_ledger_has_its_test() -> None:
+    tests = {mutation.test.partition("[")[0] for mutation in load_mutations() if mutation.guard}
     assert [test for test in sorted(tests) if not _has_test(test)] == []
 
 
+OUT_OF_DATE = """
+in: tests/mutations/mutation.py
+mutations:
+- {rows: A1, text: no such text, without: "", test: test_put}
+- {rows: A2, text: "def resolve(", without: "def resolve)", test: test_put}
+- {rows: A3, text: "def resolve(", without: "def resolved(", test: test_get}
+"""
+
+
 def test_all_mutations_that_are_out_of_date_are_named_at_once() -> None:
-    here = ("tests/mutations/features.py",)
-    features = [
-        Feature(("A1",), here, "no such text", "", "test_put"),
-        Feature(("A2",), here, "def resolve(", "def resolve)", "test_put"),
-        Feature(("A3",), here, "def resolve(", "def resolved(", "test_get"),
-    ]
     with pytest.raises(
         ValueError, match=r"(?s)A1: .*occurs 0 times.*A2: .*not valid Python.*A3: 0 tests named test_get"
     ):
-        resolve(features, {row_id: ["tests/test_one.py::test_put"] for row_id in ("A1", "A2", "A3")})
+        resolve(parse(OUT_OF_DATE), {row_id: ["tests/test_one.py::test_put"] for row_id in ("A1", "A2", "A3")})
 
 
 def _has_test(test: str) -> bool:

@@ -70,7 +70,6 @@ PARTS = (
     Part("types", 600, ("make", "gate-types"), lane=2, is_first=True),
     Part("unit", 1500, tests=["tests/unit"], workers=2),
     Part("integration", 1800, tests=["tests/integration"], workers=3, is_timed=True),
-    Part("stress", 1200, (sys.executable, "-m", "tests.gate.stress", "--added")),
     Part("runs", 2400, tests=["tests/e2e"], workers=2, spread="loadfile", is_timed=True),
     Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
     Part("vllm", 1500, tests=["tests/vllm"], python=VLLM_PYTHON, after=["set-up of vllm"], is_timed=True),
@@ -79,5 +78,7 @@ PARTS = (
     Part("envtest", 1800, tests=["tests/envtest"], lane=2, is_timed=True),
     Part("cluster", 2400, tests=["tests/kubernetes"], lane=2, after=CLUSTER_AFTER, needs=CLUSTER, is_timed=True),
     Part("scan", 600, ("make", "scan"), lane=2, needs=["program:helm"], niceness=LOWEST),
+    Part("mutants", 900, (sys.executable, "-m", "tests.mutations", "--gate"), lane=2),
+    Part("stress", 1200, (sys.executable, "-m", "tests.gate.stress", "--added"), lane=2),
 )
 """In the order of each lane, and of the table. What no part runs is in `make soak`."""

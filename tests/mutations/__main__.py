@@ -1,23 +1,27 @@
-"""Takes out every guard in a copy of the project and runs its test there; writes docs/reference/guards.md.
+"""Takes features and guards out of a copy of the project, one at a time: a test must fail without each.
 
-    python -m tests.mutations                     all guards
-    python -m tests.mutations credit returned     those whose description has all these words
-    python -m tests.mutations --base main         those of which the file or the test has changed since `main`
+    python -m tests.mutations                     those that tests/mutations/proven.json lacks; writes it
+    python -m tests.mutations --all               all, also those that are proven
+    python -m tests.mutations credit returned     those whose description, file or test has all these words
+    python -m tests.mutations --gate              those that proven.json lacks, for three minutes; writes nothing
 
-Ends with code 1 when a test still passes without the guard that it is there for.
+Also writes docs/reference/guards.md. Ends with code 1 if a test passes without what it is there for, or if --gate had
+no time for all.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.mutations.copies import PROJECT, Mutation, Verdict, commit_before, files_changed, try_all
-from tests.mutations.guard import Guard
-from tests.mutations.guards import GUARDS
+from tests.mutations import proofs
+from tests.mutations.copies import Verdict, try_all
+from tests.mutations.mutation import Mutation, load_mutations
+from tests.support.marks import ROOT
 
-LISTS = {f"tests/mutations/{name}_guards.py" for name in ("sample", "step", "refill", "sampler")}
-PAGE = PROJECT / "docs/reference/guards.md"
+GATE_SECONDS = 180.0
+PAGE = ROOT / "docs/reference/guards.md"
 HEADER = """# Guards
 
 Each invariant of [the ledger](../../ARCHITECTURE.md) stands on guards in its code. `make mutants` takes each out in a
@@ -29,46 +33,75 @@ copy of the project, runs its test there, and fails when that test still passes.
 
 
 def main() -> None:
-    """Try the guards that the command line selects, several at a time."""
+    """Try the mutations that the command line selects, several at a time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="only guards whose description has all these words")
-    parser.add_argument(
-        "--base", default="", help="only guards of which the file or the test has changed since this commit"
-    )
+    parser.add_argument("words", nargs="*", help="only mutations whose description, file or test has all these words")
+    parser.add_argument("--all", action="store_true", help="also those that are proven")
+    parser.add_argument("--gate", action="store_true", help="for three minutes; write nothing")
     arguments = parser.parse_args()
-    guards = [guard for guard in GUARDS if all(word in guard.what for word in arguments.words)]
-    if arguments.base:
-        guards = changed_guards(guards, arguments.base)
-    mutations = [Mutation(guard.what, guard.path, guard.text, guard.without, guard.test) for guard in guards]
-    verdicts = []
-    for guard, verdict in zip(guards, try_all(mutations), strict=True):
-        verdicts.append(verdict)
-        mark = "noticed" if verdict.is_noticed else "NOT NOTICED"
-        sys.stdout.write(f"{len(verdicts)}/{len(guards)} {mark}: without '{guard.what}': {verdict.says}\n")
-        sys.stdout.flush()
-    if guards == list(GUARDS):
-        PAGE.write_text(HEADER + "".join(map(_row, guards, verdicts)))
-    missed = sum(not verdict.is_noticed for verdict in verdicts)
-    if missed:
-        sys.exit(f"{missed} of {len(guards)} guards can be taken out and no test notices")
+    try:
+        mutations = load_mutations()
+    except ValueError as error:
+        sys.exit(str(error))
+    known, digests = proofs.load(), {each: proofs.digest(each) for each in mutations}
+    chosen = [
+        each
+        for each in mutations
+        if (arguments.all or digests[each] not in known) and _has_words(each, arguments.words)
+    ]
+    say(f"{len(mutations)} mutations, {len(chosen)} of them to prove")
+    missed = late = 0
+    for number, (mutation, verdict) in enumerate(zip(chosen, tried(chosen, arguments.gate), strict=True), 1):
+        say(f"{number}/{len(chosen)} {line(mutation, verdict)}")
+        late += verdict is None
+        missed += verdict is not None and not verdict.is_noticed
+        known.pop(digests[mutation], None)
+        if verdict is not None and verdict.is_noticed:
+            known[digests[mutation]] = verdict.says
+        if not arguments.gate:
+            proofs.write(known, digests)
+    if not arguments.gate:
+        PAGE.write_text(page(digests, known))
+    if missed or late:
+        sys.exit(f"{missed} of {len(chosen)} mutations are not noticed, {late} were not tried: run `make mutants`")
+    say("all are noticed")
 
 
-def changed_guards(guards: Sequence[Guard], base: str) -> list[Guard]:
-    """Those whose file, test file or list differs from the commit where this branch left `base`."""
-    since = commit_before(base)
-    if since is None:
-        sys.stdout.write(f"commit {base} is not in this clone: no guard is tried\n")
-        return []
-    files = files_changed(since)
-    changed = [guard for guard in guards if files & {guard.path, guard.test.partition("::")[0], *LISTS}]
-    sys.stdout.write(f"{len(changed)} of {len(guards)} guards may have changed since {since[:9]}\n")
-    return changed
+def tried(mutations: Sequence[Mutation], is_gate: bool) -> Iterator[Verdict | None]:
+    """Yield the verdicts; None for those for which the gate has no time."""
+    return try_all(mutations, GATE_SECONDS if is_gate else math.inf)
 
 
-def _row(guard: Guard, verdict: Verdict) -> str:
-    says = (verdict.says if verdict.is_noticed else "NOTHING").replace("|", "\\|").replace("`", "'")
+def line(mutation: Mutation, verdict: Verdict | None) -> str:
+    """Return how a mutation ended."""
+    without = f"{mutation.what} without {mutation.text!r}"
+    if verdict is None:
+        return f"NOT TRIED: {without}"
+    if verdict.is_noticed:
+        return f"noticed: {without}: {verdict.says}"
+    return f"NOT NOTICED: {without} in {mutation.path}, {mutation.test}: {verdict.says}"
+
+
+def page(digests: Mapping[Mutation, str], known: proofs.Proofs) -> str:
+    """Return the page of the ledger's guards."""
+    guards = sorted((each for each in digests if each.guard), key=lambda each: each.invariant)
+    return HEADER + "".join(_row(each, known.get(digests[each], "NOT PROVEN")) for each in guards)
+
+
+def say(text: str) -> None:
+    """Print a line, at once also into a pipe."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _has_words(mutation: Mutation, words: Sequence[str]) -> bool:
+    return all(word in f"{mutation.what} {mutation.path} {mutation.test}" for word in words)
+
+
+def _row(guard: Mutation, says: str) -> str:
+    shown = says.replace("|", "\\|").replace("`", "'")
     test = guard.test.removeprefix("tests/").replace("::", ": ")
-    return f"| {guard.invariant} | {guard.what} | {Path(guard.path).name} | {test} | `{says}` |\n"
+    return f"| {guard.invariant} | {guard.guard} | {Path(guard.path).name} | {test} | `{shown}` |\n"
 
 
 if __name__ == "__main__":

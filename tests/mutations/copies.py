@@ -3,11 +3,13 @@
 The project itself is never changed.
 """
 
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,27 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
-PROJECT = Path(__file__).parents[2]
+from tests.mutations.mutation import Mutation
+from tests.support.marks import ROOT
+
 COPIED = ("src", "services", "proto", "tests", "examples", "docs", "deploy", "pyproject.toml")
 WORKERS = 2
 TEST_SECONDS = 300
 HANG_SECONDS = 240
-"""Limit of one test on a copy: one that hangs must fail, and so be noticed, before TEST_SECONDS have passed."""
+"""Limit of one test on a copy. Reaching it is no failure of the test: on a slow machine any test may."""
+HANGS = ("Failed: Timeout (>", "PatienceError: the test did not end within")
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "NEXRL_LEDGER_HISTORIES": "80"}
 """Some guards of the ledger are missed only after more random histories than `make test` tries. Compiled files are
 kept: two versions of a file that are imported are more than a second apart, so Python tells them apart by their time.
 """
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """`text` of `path`, which must occur once, becomes `without`; then `test` must fail."""
-
-    what: str
-    path: str
-    text: str
-    without: str
-    test: str
 
 
 @dataclass(frozen=True)
@@ -47,42 +41,26 @@ class Verdict:
     """The first error of the test, or the last line of pytest's output."""
 
 
-def try_all(mutations: Sequence[Mutation], must_pass: Sequence[str] = ()) -> Iterator[Verdict]:
-    """One verdict for each mutation, in order. Tests in `must_pass` run first, on an unchanged copy, and must pass."""
+def try_all(mutations: Sequence[Mutation], limit_seconds: float = math.inf) -> Iterator[Verdict | None]:
+    """Yield a verdict for each mutation, in order; None for one that would begin after the limit.
+
+    First their tests run on an unchanged copy, and must pass.
+    """
+    if not mutations:
+        return
+    end = time.monotonic() + limit_seconds
     with tempfile.TemporaryDirectory(prefix="nexrl-mutants-") as folder, ThreadPoolExecutor(WORKERS) as threads:
         copies: Queue[Path] = Queue()
         for number in range(WORKERS):
             copies.put(_copy(Path(folder) / str(number)))
-        if must_pass:
-            _check_unchanged(must_pass, copies.queue[0])
-        yield from threads.map(lambda mutation: _try(mutation, copies), mutations)
-
-
-def commit_before(base: str) -> str | None:
-    """Return the commit where this branch left `base`; None if `base` is not in this clone."""
-    if not git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}"):
-        return None
-    return git("merge-base", base, "HEAD").strip() or base
-
-
-def files_changed(since: str) -> set[str]:
-    """Return the paths of all files that differ from a commit."""
-    return set(git("diff", "--name-only", "--relative", since).splitlines())
-
-
-def git(*arguments: str) -> str:
-    """Output of a git command; empty when it fails, or where there is no git."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=PROJECT, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        _check_unchanged(sorted({mutation.test for mutation in mutations}), copies.queue[0])
+        yield from threads.map(lambda mutation: _try(mutation, copies, end), mutations)
 
 
 def _copy(folder: Path) -> Path:
     folder.mkdir()
     for name in COPIED:
-        source = PROJECT / name
+        source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -96,7 +74,9 @@ def _check_unchanged(tests: Sequence[str], folder: Path) -> None:
         sys.exit(f"tests fail on an unchanged copy, so they prove nothing:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def _try(mutation: Mutation, copies: "Queue[Path]") -> Verdict:
+def _try(mutation: Mutation, copies: "Queue[Path]", end: float) -> Verdict | None:
+    if time.monotonic() > end:  # speed: what has no time is said, and is red
+        return None
     folder = copies.get()
     try:
         with _without(mutation, folder):
@@ -122,13 +102,18 @@ def _without(mutation: Mutation, folder: Path) -> Iterator[None]:
 
 
 def _verdict(mutation: Mutation, folder: Path) -> Verdict:
-    done = _pytest(folder, [mutation.test], TEST_SECONDS)
+    try:
+        done = _pytest(folder, [mutation.test], TEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Verdict(False, f"the test was not at its end after {TEST_SECONDS} s")
     if done.returncode not in (0, 1):
         sys.exit(
             f"{mutation.what}: pytest ended with code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
     errors = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E ")]
-    return Verdict(done.returncode == 1, errors[0][:160] if errors else done.stdout.strip().splitlines()[-1])
+    hung = [error for error in errors if any(hang in error for hang in HANGS)]
+    says = [*hung, *errors, done.stdout.strip().splitlines()[-1]][0][:160]
+    return Verdict(done.returncode == 1 and not hung, says)
 
 
 def _pytest(folder: Path, tests: list[str], timeout: int) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from tests.mutations.features import load_features, resolve
+from tests.mutations.mutation import load_mutations
 from tests.support.marks import ROOT, TESTS, find_tests
 
 ROWS = ROOT / "docs/reference/developer-guide.yaml"
@@ -29,7 +29,7 @@ What each component must offer, where it lives here, and the tests that prove it
 `tests/mutations/rows`; do not edit.
 
 - **done**: it is here, and a test fails when the feature is taken out of the code. That test is in bold;
-  `make guide-mutants` takes the feature out and runs it.
+  `make mutants` takes the feature out and runs it.
 - **not yet proven by a mutation**: it is here, and a test is marked with the row. Nothing shows yet that the test
   would fail without the feature.
 - **untested**: it is here; no test is marked with the row.
@@ -73,9 +73,8 @@ def load_rows() -> list[Row]:
 def proving_tests() -> dict[str, set[str]]:
     """By row, the tests that must fail when the feature of the row is taken out."""
     tests: dict[str, set[str]] = defaultdict(set)
-    features = load_features()
-    for feature, mutation in zip(features, resolve(features, find_tests(TESTS)), strict=True):
-        for row_id in feature.rows:
+    for mutation in load_mutations():
+        for row_id in mutation.rows:
             tests[row_id].add(mutation.test.partition("[")[0])
     return dict(tests)
 
