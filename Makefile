@@ -117,7 +117,7 @@ proto-check: $(INSTALLED) ## Fail if the committed stubs differ from what proto/
 
 .PHONY: test
 test: $(INSTALLED) ## Run unit tests, the core of the integration tests and one whole run
-	$(BIN)/pytest -n 3 --dist worksteal -m '$(QUICK)' $(FOLDERS)
+	$(BIN)/pytest -n 3 --dist loadgroup -m '$(QUICK)' $(FOLDERS)
 
 .PHONY: stress
 stress: $(INSTALLED) ## Run TESTS="path::test ..." 21 times, three at a time, beside two busy loops; each new test must pass it

@@ -11,7 +11,6 @@ import typer
 
 from nexrl import __version__
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, NexrlError
-from nexrl.spec import load_experiment, yaml_core
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,6 +63,8 @@ def evaluate(
 @app.command()
 def validate(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     """Check an experiment file and the files and modules it names. Reports all problems at once."""
+    from nexrl.spec import load_experiment
+
     loaded = load_experiment(experiment, overrides or [])
     typer.echo(f"{experiment}: {loaded.metadata.name} can run here")
 
@@ -141,6 +142,7 @@ def submit(
 ) -> None:
     """Run an experiment on the cluster. Unlike `kubectl apply`, this includes the Python modules beside the file."""
     from nexrl.k8s import commands
+    from nexrl.spec import yaml_core
 
     document = commands.bundled(experiment, overrides or [])
     if prints:

@@ -18,6 +18,7 @@ MAX_MISMATCH = 1e-8
 """Largest KL between what was served and what is trained, in float32: rounding only."""
 
 
+@pytest.mark.soak
 async def test_an_adapter_is_trained_to_the_end_and_exported(tmp_path: Path) -> None:
     async with running(
         tmp_path,

@@ -55,9 +55,8 @@ def turns_of(trajectory: Trajectory) -> int:
 
 
 @pytest.mark.guide("L2", "L14", "L15", "Q26")
-@pytest.mark.parametrize(
-    ("mode", "granted"), [pytest.param("batch-async", 3 * 32, marks=pytest.mark.soak), ("fully-async", 160)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("mode", "granted"), [("batch-async", 3 * 32), ("fully-async", 160)])
 async def test_rollouts_run_ahead_as_far_as_the_mode_allows(tmp_path: Path, mode: str, granted: int) -> None:
     settings = (f"weightSync.mode={mode}", "weightSync.stalenessThreshold=2", "rollout.workers=160", "validation=null")
     async with running(tmp_path, *SHORT, *settings) as run:

@@ -18,7 +18,6 @@ from nexrl.rpc.client import call, connect
 from nexrl.spec import load_resolved
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.trajectory_pool_service_pb2_grpc import TrajectoryPoolServiceStub
-from tests.support.once import once
 from tests.support.patience import LIMIT_SECONDS
 from tests.support.runs import (
     EXPERIMENT,
@@ -32,7 +31,7 @@ from tests.support.runs import (
     running,
 )
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("one run")]  # one process makes the run, for all tests
 
 STEPS = 100
 BATCH_SIZE = 128
@@ -51,13 +50,9 @@ Seen = Mapping[str, Any]
 
 
 @pytest.fixture(scope="session")
-def seen(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Seen:
-    """What was seen of the run while it was on, as JSON. Parallel test processes share one run, and its failure."""
-    folder = tmp_path_factory.getbasetemp()
-    root = (folder if worker_id == "master" else folder.parent) / "one-run"
-    root.mkdir(exist_ok=True)
-    found: Seen = once(root / "seen.json", lambda: asyncio.run(_run_and_look(root)))
-    return found
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What was seen of the run while it was on."""
+    return asyncio.run(_run_and_look(tmp_path_factory.mktemp("one-run")))
 
 
 @pytest.fixture

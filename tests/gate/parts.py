@@ -30,8 +30,6 @@ class Part:
     """Folders or node ids, of a part that is a run of pytest."""
     workers: int = 0
     """Processes of that run. 0: its own."""
-    spread: str = "worksteal"
-    """How tests are spread over them. `loadfile`: those of a file in one process, which shares its long fixtures."""
     python: str = sys.executable
     lane: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +47,7 @@ class Part:
         """Return the whole command. Pytest writes its `report` as XML."""
         if not self.tests:
             return [*self.command]
-        spread = ["-n", str(self.workers), "--dist", self.spread] if self.workers else []
+        spread = ["-n", str(self.workers), "--dist", "loadgroup"] if self.workers else []
         written = [f"--junitxml={report}", "--override-ini=junit_family=xunit1", "--durations=12"]
         return [self.python, "-m", "pytest", "-m", "not soak", *spread, *written, *self.tests]
 
@@ -70,15 +68,15 @@ PARTS = (
     Part("types", 600, ("make", "gate-types"), lane=2, is_first=True),
     Part("unit", 1500, tests=["tests/unit"], workers=2),
     Part("integration", 1800, tests=["tests/integration"], workers=3, is_timed=True),
-    Part("runs", 2400, tests=["tests/e2e"], workers=2, spread="loadfile", is_timed=True),
+    Part("runs", 2400, tests=["tests/e2e"], workers=2, is_timed=True),
     Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
     Part("vllm", 1500, tests=["tests/vllm"], python=VLLM_PYTHON, after=["set-up of vllm"], is_timed=True),
     Part("set-up of vllm", 1500, ("make", "setup-vllm"), lane=2, niceness=LOWEST),
     Part("images", 1800, ("make", "images"), lane=2, needs=CLUSTER, niceness=LOWEST),
     Part("envtest", 1800, tests=["tests/envtest"], lane=2, is_timed=True),
-    Part("cluster", 2400, tests=["tests/kubernetes"], lane=2, after=CLUSTER_AFTER, needs=CLUSTER, is_timed=True),
     Part("scan", 600, ("make", "scan"), lane=2, needs=["program:helm"], niceness=LOWEST),
     Part("mutants", 900, (sys.executable, "-m", "tests.mutations", "--gate"), lane=2),
     Part("stress", 1200, (sys.executable, "-m", "tests.gate.stress", "--added"), lane=2),
+    Part("cluster", 2400, tests=["tests/kubernetes"], lane=2, after=CLUSTER_AFTER, needs=CLUSTER, is_timed=True),
 )
 """In the order of each lane, and of the table. What no part runs is in `make soak`."""

@@ -275,6 +275,8 @@ LOSSES = {
 
 
 IN_SOAK = {
+    "an acknowledgement",
+    "a batch and its train batch",
     "steps and their checkpoints",
     "an acknowledgement within a checkpoint",
     "a committed checkpoint",

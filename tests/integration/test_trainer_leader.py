@@ -95,7 +95,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_on_four_and_bit_for_bit_on_t
         assert_close(done(tmp_path, size, rest), Done(alone.figures[3:], alone.weights, []))
 
 
-@pytest.mark.gate
+@pytest.mark.soak
 def test_an_adapter_of_two_ranks_continues_on_one_and_bit_for_bit_on_two(tmp_path: Path) -> None:
     case = RankCase(STEPS[:4], {"loss": "ppo_clip"}, is_lora=True)
     whole, alone = done(tmp_path, 2, Work(case)), done(tmp_path, 1, Work(case))

@@ -11,6 +11,8 @@ from nexrl_trainer.losses import LOSSES
 from tests.support.rank_process import RankCase, train
 from tests.support.rank_processes import ON_CPUS, RankProcesses, assert_as_on_one_rank
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one process starts the ranks, for all tests
+
 MAX_RANKS = 4
 STEPS = [9, 3, 0, 12, 1, 8]
 """Sequences of each step: more than ranks, fewer than ranks, none."""

@@ -10,9 +10,20 @@ from tests.support.cluster import WAIT, Namespace, command
 from tests.support.experiments import SORT_DIGITS, Running, applied, assert_balanced, sort_digits
 from tests.support.pages import HOW_TO, write_files
 
+WITHOUT_BYTECODE = """
+import os, sys, nexrl_operator.server
+cached = [module.__cached__ for module in sys.modules.values() if getattr(module, "__cached__", None)]
+print(*(file for file in cached if not os.path.exists(file)))
+"""
+
 
 def test_release_passes_its_own_tests(namespace: Namespace) -> None:
     namespace.test(RELEASE)
+
+
+def test_no_module_is_compiled_at_each_start(namespace: Namespace) -> None:
+    operator = f"deployment/{RELEASE}-operator"
+    assert namespace.kubectl("exec", operator, "--", "python3", "-c", WITHOUT_BYTECODE).split() == []
 
 
 @pytest.mark.guide("A1", "R2")

@@ -24,7 +24,9 @@ LIMIT_SECONDS = BASE_SECONDS * MAX_SCALE
 It is the longest limit of a wait. Never use it where a test expects the end of it.
 """
 FIRST_PAUSE_SECONDS = 0.01
-LONGEST_PAUSE_SECONDS = 0.2
+LOOKS = 300
+"""The longest pause of a wait is this part of its limit: on a cluster, where each look starts a kubectl, a second."""
+LONGEST_PAUSE_SECONDS = BASE_SECONDS / LOOKS
 _NOTHING = object()
 
 
@@ -138,7 +140,8 @@ class _Wait:
         if seconds >= self._patience._base_seconds * scale:
             seen = "" if self.seen is _NOTHING else f"; last: {self.seen!r}"
             raise PatienceError(f"not true after {seconds:.0f} s (scale {scale:.1f}): {self._what}{seen}")
-        pause, self._pause_seconds = self._pause_seconds, min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+        longest = self._patience._base_seconds / LOOKS
+        pause, self._pause_seconds = self._pause_seconds, min(2 * self._pause_seconds, longest)
         return pause
 
 

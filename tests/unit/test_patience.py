@@ -106,11 +106,14 @@ def test_no_wait_is_longer_than_the_limit_of_what_cannot_look_at_the_load() -> N
     assert Machine(lambda now: 1e9).waited_in_vain() <= LIMIT_SECONDS + LONGEST_PAUSE_SECONDS
 
 
-def test_pauses_begin_short_and_stay_short() -> None:
+@pytest.mark.parametrize(("base_seconds", "longest"), [(BASE_SECONDS, LONGEST_PAUSE_SECONDS), (300.0, 1.0)])
+def test_pauses_begin_short_and_stay_a_small_part_of_the_limit(base_seconds: float, longest: float) -> None:
     machine = Machine()
-    machine.waited_in_vain()
+    patience = Patience(base_seconds, clock=lambda: machine.now, load=lambda: 0.0, sleep=machine.sleep)
+    with pytest.raises(PatienceError):
+        patience.eventually_blocking(lambda: False)
     assert machine.pauses[0] < machine.pauses[1] < 0.05
-    assert max(machine.pauses) == LONGEST_PAUSE_SECONDS
+    assert max(machine.pauses) == longest
 
 
 def test_a_fact_that_is_true_at_the_last_look_is_enough() -> None:

@@ -8,10 +8,9 @@ import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
-from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Gauge
@@ -25,7 +24,6 @@ from nexrl.malloc import keep_freed_memory
 from nexrl.metrics_file import MetricsFile
 from nexrl.rpc.admission import Admission, KubernetesApi, TokenReviews
 from nexrl.rpc.client import connect
-from nexrl.rpc.http import guard
 from nexrl.rpc.interceptor import EdgeInterceptor
 from nexrl.rpc.limits import MAX_MESSAGE_BYTES, message_limit_bytes
 from nexrl.rpc.metrics import MetricsServer
@@ -34,6 +32,9 @@ from nexrl.settings import ALIVE, Settings, load_settings
 from nexrl.spec import Experiment, load_resolved
 from nexrl.tls import CredentialFiles, Credentials, Tls, tls_from_environment
 from nexrl.v1 import activity_service_pb2 as activity_pb
+
+if TYPE_CHECKING:  # most services have no HTTP API, and start sooner without aiohttp
+    from aiohttp import web
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +132,10 @@ class ServiceProcess:
         register(servicer, self.server)
         self._names.append(service_name)
 
-    def secure_http(self, application: web.Application) -> ssl.SSLContext | None:
+    def secure_http(self, application: "web.Application") -> ssl.SSLContext | None:
         """Guard `application` like the RPCs, and return the TLS context to serve it with; None without TLS."""
+        from nexrl.rpc.http import guard
+
         if self.credentials is None or self.admission is None:
             return None
         guard(application, self.admission)

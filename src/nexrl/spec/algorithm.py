@@ -393,6 +393,3 @@ class ConstantAggregation(AlgorithmSpec):
 
     aggregation: Literal["constant"] = Field(description="By a constant.")
     constant_tokens: Count = Field(description="Tokens in the denominator, usually rollout.maxNewTokens.")
-
-
-AlgorithmSpec.model_rebuild(force=True)

@@ -81,6 +81,3 @@ class PythonDataSpec(DataSpec):
         description="`module:function`. It takes `train` or `validation` and returns a sequence of mappings with "
         "prompt and answer. The module is looked up beside this file first.",
     )
-
-
-DataSpec.model_rebuild(force=True)

@@ -105,6 +105,3 @@ class VllmInference(InferenceSpec):
             if argument.partition("=")[0].replace("_", "-") in VLLM_ARGUMENTS_OF_OURS:
                 raise refuse(f"{argument} is set by the replica; use the other keys of inference and model instead")
         return vllm_args
-
-
-InferenceSpec.model_rebuild(force=True)

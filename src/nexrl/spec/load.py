@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from nexrl.spec import yaml_core
 from nexrl.spec.code import temporary_folder, with_folder
 from nexrl.spec.document import apply_overrides, drop_foreign_defaults, drop_removed_keys, make_absolute, read_yaml
 from nexrl.spec.experiment import FOLDER_ANNOTATION, Experiment
-from nexrl.spec.machine import missing_on_this_machine
 from nexrl.spec.section import written
 from nexrl.spec.violations import SpecError, spec_error, violations_of
 
@@ -24,6 +24,8 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     in YAML.
     Relative paths become absolute, from the folder of the file. Raises SpecError.
     """
+    from nexrl.spec.machine import missing_on_this_machine  # services do not need it, and it imports NumPy
+
     document = read_yaml(path)
     violations = apply_overrides(overrides, document)
     violations += make_absolute(document, path.resolve().parent)
@@ -76,10 +78,17 @@ def dump_resolved(experiment: Experiment) -> str:
 
 def _parse(document: Mapping[str, Any]) -> tuple[Experiment | None, list[Violation]]:
     copy = json.loads(json.dumps(document))
+    with suppress(ValidationError):
+        return _validated(copy), []
+    # Perhaps an earlier release wrote it. These need the schema, whose making takes longer than all else here.
     drop_foreign_defaults(copy)
     drop_removed_keys(copy)
     try:
-        # As JSON and by alias only: then types and names are checked exactly as a cluster's API server checks them.
-        return Experiment.model_validate_json(json.dumps(copy), by_alias=True, by_name=False), []
+        return _validated(copy), []
     except ValidationError as error:
         return None, violations_of(error, copy)
+
+
+def _validated(document: Mapping[str, Any]) -> Experiment:
+    # As JSON and by alias only: then types and names are checked exactly as a cluster's API server checks them.
+    return Experiment.model_validate_json(json.dumps(document), by_alias=True, by_name=False)

@@ -133,6 +133,3 @@ class ScratchModel(ModelSpec):
         description="Shape of a model with random initial weights."
     )
     seed: Annotated[Seed, written_out(0)] = Field(default=0, description="Seed of random initial weights.")
-
-
-ModelSpec.model_rebuild(force=True)

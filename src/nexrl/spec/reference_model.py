@@ -30,6 +30,3 @@ class AveragedReference(ReferenceSpec):
     decay: Annotated[float, Field(gt=0, lt=1)] = Field(
         description="Share of itself that the reference model keeps in a step; the rest is the new policy."
     )
-
-
-ReferenceSpec.model_rebuild(force=True)

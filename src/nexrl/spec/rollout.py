@@ -132,6 +132,3 @@ class WorkerRollout(RolloutSpec):
     worker: Annotated[
         Reference, code("a subclass of nexrl.rollout_worker.RolloutWorker", "context", method="async def rollout")
     ] = Field(description="`module:Class` of the rollout worker, see nexrl.rollout_worker.")
-
-
-RolloutSpec.model_rebuild(force=True)

@@ -49,6 +49,3 @@ class PythonSamplerSpec(SamplerSpec):
         "the samples of its newest grant, None before the first. It returns the share of the task's turns that is "
         "granted, 0.01 to 1.",
     )
-
-
-SamplerSpec.model_rebuild(force=True)

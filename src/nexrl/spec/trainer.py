@@ -123,6 +123,3 @@ class ResumeFromPath(ResumeSpec):
 
     mode: Literal["from_path"] = Field(description="A checkpoint by its path.")
     path: Annotated[Location, written_out(None)] = Field(description="A folder global_step_N, relative to this file.")
-
-
-ResumeSpec.model_rebuild(force=True)

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import product
 from typing import Any, ClassVar, Self, cast, get_args
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
 from nexrl.spec.choices import OWN, is_chosen
@@ -25,7 +25,9 @@ def _is_union(section: type["VariantSection"]) -> bool:
 
 
 class VariantSection(Section):
-    """The union of the subclasses of its subclass. Call `model_rebuild(force=True)` once all variants are defined."""
+    """The union of the subclasses of its subclass."""
+
+    model_config = ConfigDict(defer_build=True)  # the union has a schema of each class; few are used by themselves
 
     TAGS: ClassVar[tuple[str, ...]] = ()
     _is_combination: ClassVar[bool] = False
@@ -77,14 +79,8 @@ def _combinations(root: type[VariantSection]) -> Mapping[str, type[VariantSectio
                 for tag, leaf in zip(root.TAGS, leaves, strict=True)
                 for key in [tag, *_own(leaf)]
             }
-            # Deferred: the union builds a schema of each of them, and few are used by themselves.
             combined[name] = create_model(
-                name,
-                __base__=leaves,
-                __doc__=root.__doc__,
-                __module__=root.__module__,
-                __cls_kwargs__={"defer_build": True},
-                **own,
+                name, __base__=leaves, __doc__=root.__doc__, __module__=root.__module__, **own
             )
             combined[name]._is_combination = True
     return combined

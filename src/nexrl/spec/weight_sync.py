@@ -75,6 +75,3 @@ class FullyAsyncWeightSync(WeightSyncSpec):
         le=64,
         description="Largest staleness (steps) of a trained trajectory; a group with a staler one is dropped.",
     )
-
-
-WeightSyncSpec.model_rebuild(force=True)
