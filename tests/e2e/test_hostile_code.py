@@ -55,8 +55,8 @@ FAULTS = {
 
 
 IN_GATE = "loops"
-"""tests/integration/test_failing_samples.py, or on a cluster tests/kubernetes/test_hostile.py, tries faults that end like
-the others. Each takes a whole run, so only `make soak-runs` tries them here."""
+"""tests/integration/test_failing_samples.py, or on a cluster tests/kubernetes/test_hostile.py, tries what ends like the
+others. Each takes a whole run, so only `make soak-runs` tries them here."""
 
 
 @pytest.mark.parametrize(
