@@ -104,7 +104,7 @@ class Lanes:
             environment.pop("KUBECONFIG", None)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                ["nice", "-n", str(part.niceness), *part.arguments(xml)],
+                part.arguments(xml),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

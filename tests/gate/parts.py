@@ -1,6 +1,6 @@
 """The parts of the gate: which command each runs, on which lane, and what it needs.
 
-Lane 1 keeps both cores busy. Lane 2 builds at low priority, and then waits for a cluster most of the time.
+Lane 1 keeps both cores busy, at its end as well. Lane 2 waits more than it computes: for an API server, and for pods.
 """
 
 import os
@@ -11,11 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CLUSTER = ("KUBECONFIG", "program:kubectl", "program:helm")
-CLUSTER_AFTER = ("images", "integration")
-"""Beside the integration tests, both would take longer: together they keep more than two cores busy."""
 VLLM_PYTHON = ".venv-vllm/bin/python"
-LOWEST = 10
-"""Niceness of what nothing waits for yet."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,6 @@ class Part:
     """All such parts run before the others. If one fails, no other part runs."""
     is_timed: bool = False
     """Its tests wait for processes: one that fails runs once more, alone."""
-    niceness: int = 0
 
     def arguments(self, report: Path) -> list[str]:
         """Return the whole command. Pytest writes its `report` as XML."""
@@ -68,15 +63,15 @@ PARTS = (
     Part("types", 600, ("make", "gate-types"), lane=2, is_first=True),
     Part("unit", 1500, tests=["tests/unit"], workers=2),
     Part("integration", 1800, tests=["tests/integration"], workers=3, is_timed=True),
-    Part("runs", 2400, tests=["tests/e2e"], workers=2, is_timed=True),
-    Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
     Part("vllm", 1500, tests=["tests/vllm"], python=VLLM_PYTHON, after=["set-up of vllm"], is_timed=True),
-    Part("set-up of vllm", 1500, ("make", "setup-vllm"), lane=2, niceness=LOWEST),
-    Part("images", 1800, ("make", "images"), lane=2, needs=CLUSTER, niceness=LOWEST),
+    Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
+    Part("runs", 2400, tests=["tests/e2e"], workers=2, is_timed=True),
+    Part("set-up of vllm", 1500, ("make", "setup-vllm"), lane=2),
     Part("envtest", 1800, tests=["tests/envtest"], lane=2, is_timed=True),
-    Part("scan", 600, ("make", "scan"), lane=2, needs=["program:helm"], niceness=LOWEST),
+    Part("scan", 600, ("make", "scan"), lane=2, needs=["program:helm"]),
     Part("mutants", 900, (sys.executable, "-m", "tests.mutations", "--gate"), lane=2),
     Part("stress", 1200, (sys.executable, "-m", "tests.gate.stress", "--added"), lane=2),
-    Part("cluster", 2400, tests=["tests/kubernetes"], lane=2, after=CLUSTER_AFTER, needs=CLUSTER, is_timed=True),
+    Part("images", 1800, ("make", "images"), lane=2, needs=CLUSTER),
+    Part("cluster", 2400, tests=["tests/kubernetes"], lane=2, after=["images"], needs=CLUSTER, is_timed=True),
 )
 """In the order of each lane, and of the table. What no part runs is in `make soak`."""

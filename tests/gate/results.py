@@ -1,5 +1,6 @@
 """What a part of the gate ended with: its verdict, the counts of its tests, and the tests that failed."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -80,8 +81,8 @@ def _failure(case: ElementTree.Element) -> FailedTest | None:
 
 
 def node_id(case: ElementTree.Element) -> str:
-    """Return pytest's name of a test from its element in a report of the family xunit1."""
-    file, name = case.get("file", ""), case.get("name", "")
+    """Return pytest's name of a test from its element in a report of the family xunit1, without its group of xdist."""
+    file, name = case.get("file", ""), re.sub(r"@[^]]*$", "", case.get("name", ""))
     module = file.removesuffix(".py").replace("/", ".")
     classes = case.get("classname", "").removeprefix(module).strip(".").split(".")
     return "::".join([file, *filter(None, classes), name])

@@ -1,5 +1,6 @@
 """The gate: form ends it, all other parts run to their end, and a test that passes alone is never green in silence."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,20 @@ def test_fails_once():
 
 def test_passes():
     pass
+"""
+ONE_GROUP = """
+from pathlib import Path
+
+import pytest
+
+@pytest.mark.xdist_group("one fixture")
+@pytest.mark.parametrize("name", "a@b c d e f".split())
+def test_where(name, worker_id):
+    workers = Path(__file__).with_name("workers")
+    is_first = not workers.exists()
+    with workers.open("a") as file:
+        file.write(f"{worker_id} ")
+    assert not is_first, "the first one"
 """
 HANG_SECONDS = 20  # speed: of a part that hangs; within it, Python starts
 FAILS = "def test_always_fails():\n    assert 1 == 2\n"
@@ -133,6 +148,17 @@ def test_a_test_that_passes_alone_is_printed_as_flaky_and_the_gate_is_green(
     assert "the first time" in printed
     assert "write this to flaky.yaml" in printed
     assert "2 passed, 0 failed, 0 skipped" in printed
+
+
+def test_the_tests_of_a_group_run_in_one_process_and_one_that_fails_is_found_again(
+    run: Run, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    assert run([replace(timed(ONE_GROUP), workers=2)])
+    assert any(line.endswith("once more, alone: test_it.py::test_where[a@b]") for line in said)
+    workers = (tmp_path / "workers").read_text().split()
+    assert workers == [*[workers[0]] * 5, "master"]
 
 
 def test_a_tree_is_stamped_only_if_it_was_committed_from_the_beginning(
