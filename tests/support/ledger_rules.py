@@ -30,7 +30,9 @@ class WorkerRules(LedgerHistory):
     def lease_tasks(self, samples: int, twice: bool, leaves_out: list[bool] | None = None) -> None:
         drawn = None
         if leaves_out is not None:
-            drawn = Drawn(self.run(self.ledger.cursor()), [False if out else "a task" for out in leaves_out])
+            cursor = self.run(self.ledger.cursor())
+            ahead = leaves_out[: self.limits.positions - cursor]  # a sampler draws no task that is not in the data
+            drawn = Drawn(cursor, [False if out else "a task" for out in ahead])
         self.model.expire(self.now, self.limits.max_attempts)
         known = dict(self.model.samples)
         grant = self.request(lambda r: self.ledger.lease_tasks(r, samples, LEASE_SECONDS, drawn), twice=twice)

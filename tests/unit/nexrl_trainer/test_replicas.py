@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError
@@ -34,13 +35,14 @@ def variant(**fields: Any) -> pb.RunRanksRequest:
 class Replica:
     """Replica 1 of 2 in this process. Its only rank is a shell, and it notes the code that it ends with."""
 
-    def __init__(self, process: ServiceProcess, codes: list[int]) -> None:
+    def __init__(self, process: ServiceProcess, channel: grpc.aio.Channel) -> None:
         self.process = process
-        self.codes = codes
+        self.channel = channel
+        self.codes: list[int] = []
         self.rank: asyncio.subprocess.Process | None = None
 
     def stub(self) -> Any:
-        return TrainerReplicaServiceStub(self.process.connect(self.process.address))
+        return TrainerReplicaServiceStub(self.channel)
 
     async def has_started(self) -> bool:
         return self.rank is not None
@@ -53,7 +55,8 @@ class Replica:
 async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Replica]:
     trainer = {"steps": 4, "replicas": 2, "processesPerReplica": 1, "device": "cpu"}
     process = ServiceProcess("trainer", settings(tmp_path, replica=1), small_experiment(trainer=trainer))
-    replica = Replica(process, [])
+    channel = connect(process.address)  # of replica 0, so it outlives this process
+    replica = Replica(process, channel)
 
     async def started(ranks: range, *_: Any) -> list[RankProcess]:
         replica.rank = await asyncio.create_subprocess_exec("sleep", "600")
@@ -62,11 +65,11 @@ async def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     monkeypatch.setattr(hosted_ranks, "start_ranks", started)
     monkeypatch.setattr(hosted_ranks, "end_process", replica.codes.append)
     running = asyncio.create_task(process.run(server.start))
-    async with connect(process.address) as channel:
+    async with channel:
         await channel.channel_ready()
-    yield replica
-    process.stopping.set()
-    await running
+        yield replica
+        process.stopping.set()
+        await running
     if replica.rank is not None and replica.rank.returncode is None:
         replica.rank.kill()
         await replica.rank.wait()
