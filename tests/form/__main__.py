@@ -23,6 +23,7 @@ from tests.support.marks import ROOT
 BIN = Path(sys.executable).parent
 PYTHON = str(BIN / "python")
 PYTEST_OPTIONS = ("-n", "2", "--dist", "worksteal", "-q", "--tb=short", "--continue-on-collection-errors")
+SERVICES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "services").iterdir())
 AT_ONCE = 2
 CHECK_SECONDS = 300
 """Only ends a check that hangs."""
@@ -64,6 +65,7 @@ def checks(base: str) -> list[Check]:
         Check("ruff check", [str(BIN / "ruff"), "check", "--output-format=concise"]),
         Check("ruff format", [str(BIN / "ruff"), "format", "--check"]),
         Check("import rules", [str(BIN / "lint-imports")]),
+        Check("dependencies", [str(BIN / "deptry"), "--no-ansi", "src", *SERVICES]),
         Check("buf lint", [str(BIN / "buf"), "lint"]),
         _breaking(base),
         *_lints_of_the_chart(),
