@@ -3,7 +3,7 @@
 Runs all checks, also after a failure, two at a time. Prints one line for each check, and then the output of those that
 failed. Exits with 1 if a check failed.
 
-    python -m tests.form               the protos are compared with those of the landing before this change
+    python -m tests.form               the protos are compared with those of the commit where HEAD left `main`
     python -m tests.form --base REF    the protos are compared with those of the commit where this branch left REF
 """
 

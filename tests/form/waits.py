@@ -14,6 +14,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ PATIENCE = "tests/support/patience.py"
 LONG_SECONDS = 60
 """A limit of this length or more only ends a test that hangs."""
 
-CLOCKS = re.compile(r"(\w+\.)?(monotonic|perf_counter|time)(_ns)?|.*loop(\(\))?\.time")
+CLOCKS = re.compile(r"(time\.)?(monotonic|perf_counter|time)(_ns)?|.*loop(\(\))?\.time")
 LIMITS: Mapping[str, int] = {"asyncio.timeout": 0, "pytest.mark.timeout": 0, "asyncio.wait_for": 1}
 """Functions with a limit, and the position of this argument."""
 METHODS = ("join", "result", "wait")
@@ -190,21 +191,15 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _numbers(module: ast.Module) -> Numbers:
-    """Return the numbers that the module gives names to, also in functions, without names that are assigned twice."""
+    """Return the numbers that the module gives names to, also in functions; of several, the smallest."""
     numbers: dict[str, float] = {}
-    names = Counter(
-        target.id
-        for node in ast.walk(module)
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    )
+    parameters = {node.arg for node in ast.walk(module) if isinstance(node, ast.arg)}
     for node in ast.walk(module):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             number = _number(node.value, numbers)
-            if isinstance(target, ast.Name) and names[target.id] == 1 and number is not None:
-                numbers[target.id] = number
+            if isinstance(target, ast.Name) and target.id not in parameters and number is not None:
+                numbers[target.id] = min(number, numbers.get(target.id, number))
     return numbers
 
 
@@ -217,7 +212,8 @@ def _number(node: ast.expr, numbers: Numbers) -> float | None:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = _number(node.left, numbers), _number(node.right, numbers)
         if left is not None and right is not None:
-            return OPERATORS[type(node.op)](left, right)
+            with suppress(ZeroDivisionError):
+                return OPERATORS[type(node.op)](left, right)
     return None
 
 

@@ -58,7 +58,7 @@ def run(chosen: Sequence[Part], lanes: Lanes) -> list[Result]:
         results = [*first, *(Result(part.name, Verdict.NOT_RUN, why="form or types failed") for part in others)]
     else:
         results = once_more(chosen, [*first, *lanes.run(others)], lanes, known)
-    if late := [*flaky.overdue(known), *flaky.not_listed(stamp_before(), known)]:
+    if late := [*flaky.overdue(known), *flaky.not_listed(stamp_before(), known, flaky.load_at(base()))]:
         results.append(Result(flaky.LIST.name, Verdict.FAILED, why="; ".join(late)))
     print_end(results, known)
     say(f"the gate is {'green' if is_green(results) else 'RED'} after {(monotonic() - began) / 60:.1f} minutes")
@@ -145,19 +145,22 @@ def committed_tree() -> str:
     return "" if git("status", "--porcelain") else git("rev-parse", "HEAD^{tree}").strip()
 
 
-def write_stamp(before: str, results: Sequence[Result]) -> None:
+def write_stamp(tree: str, results: Sequence[Result]) -> None:
     """Record that the tree of HEAD has passed, if it was committed before the first part, and still is."""
-    if not before or committed_tree() != before:
+    if not tree or committed_tree() != tree:
         say("no stamp: the checkout differs from HEAD, or did at the beginning")
         return
     STAMPS.mkdir(parents=True, exist_ok=True)
-    path = STAMPS / before
+    path = STAMPS / tree
     skipped = [result.part for result in results if result.verdict is Verdict.SKIPPED]
     since = (
         f"{len(changed_files())} files changed since {base()}; parts that were skipped: {', '.join(skipped) or 'none'}"
     )
     head = f"{datetime.now(UTC).isoformat(timespec='seconds')} {git('rev-parse', 'HEAD').strip()}, {since}"
-    named = "".join(f"{flaky.MARK}{test.name}\n" for result in results for test in result.flaky)
+    before = path.read_text().splitlines() if path.exists() else []  # of this tree: what was FLAKY then stays so
+    names = {line for line in before if line.startswith(flaky.MARK)}
+    names |= {f"{flaky.MARK}{test.name}" for result in results for test in result.flaky}
+    named = "".join(f"{line}\n" for line in sorted(names))
     path.write_text(f"{head}\n\n{table(results)}\n{named}")
     say(f"stamp: {path}, {since}")
 

@@ -16,13 +16,17 @@ def base() -> str:
     """Return the commit at which this change begins: $BASE, or where HEAD left `main`, or before the landing HEAD."""
     if named := os.environ.get("BASE"):
         return named
-    merge_base = subprocess.run(
-        ["git", "merge-base", "main", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    left = merge_base.stdout.strip()
+    left = _printed("merge-base", "main", "HEAD") or _printed("merge-base", "origin/main", "HEAD")
     return left if left and left != git("rev-parse", "HEAD").strip() else "HEAD^1"
 
 
-def landings_since(commit: str) -> int:
-    """Return how many landings HEAD has that `commit` has not."""
-    return int(git("rev-list", "--first-parent", "--merges", "--count", f"{commit}..HEAD"))
+def landings_since(commit: str) -> int | None:
+    """Return how many landings HEAD has that `commit` has not; None if this clone has no such commit."""
+    number = _printed("rev-list", "--first-parent", "--merges", "--count", f"{commit}..HEAD")
+    return int(number) if number else None
+
+
+def _printed(*arguments: str) -> str:
+    """Return what git prints; "" if it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -26,7 +26,7 @@ WORKERS = 2
 TEST_SECONDS = 300
 HANG_SECONDS = 240
 """Limit of one test on a copy. Reaching it is no failure of the test: on a slow machine any test may."""
-HANG = re.compile(r"^[E|+ ]*(\S*PatienceError|Failed: Timeout \(>).*", re.MULTILINE)
+HANG = re.compile(r"^[E|+ ]*(\S*PatienceError(:|$)|Failed: Timeout \(>).*", re.MULTILINE)
 """An error of a limit, in a group of exceptions as well."""
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "NEXRL_LEDGER_HISTORIES": "80"}
 """Some guards of the ledger are missed only after more random histories than `make test` tries. Compiled files are

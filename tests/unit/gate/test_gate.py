@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.gate import __main__ as gate
-from tests.gate import landings
-from tests.gate.flaky import FlakyTest, entry_for, load, not_listed, too_often
+from tests.gate import flaky, landings
+from tests.gate.flaky import FlakyTest, entry_for, load, not_listed, overdue, too_often
 from tests.gate.lanes import Lanes
-from tests.gate.parts import PARTS, Part
+from tests.gate.parts import CHAOS, PARTS, Part
 from tests.gate.results import FailedTest, Result, Verdict, table
 from tests.gate.soak import ages, recorded
 from tests.gate.soak import verdict as soak_verdict
+from tests.support.chaos import NAMES, schedule
 
 FAILS_ONCE = """
 from pathlib import Path
@@ -75,6 +76,8 @@ def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run
     """Run these parts as the gate does, and return whether it is green."""
     monkeypatch.setattr(gate, "print_line", said.append)
     monkeypatch.setattr(gate, "changed_files", set)
+    monkeypatch.setattr(gate, "STAMPS", tmp_path / "stamps")
+    monkeypatch.setattr(flaky, "load", list)
     folder = tmp_path / "logs"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -260,9 +263,35 @@ def test_a_test_that_was_flaky_in_the_landing_before_must_be_on_the_list_or_be_g
     here = "tests/unit/gate/test_gate.py"
     names = [f"{here}::test_the_table_has_each_part[a]", f"{here}::test_that_is_gone", "tests/gone.py::test_it"]
     stamp = "2026-11-28 abc1234\n\n| unit | passed |\n" + "".join(f"FLAKY {name}\n" for name in names)
-    (line,) = not_listed(stamp, [])
+    (line,) = not_listed(stamp, [], [])
     assert line.startswith(names[0])
-    assert not_listed(stamp, [FlakyTest(names[0], "abc1234", 1, "why", "unknown")]) == []
+    once, twice = (FlakyTest(names[0], "abc1234", times, "why", "unknown") for times in (1, 2))
+    assert not_listed(stamp, [once], []) == []
+    assert not_listed(stamp, [twice], [once]) == []
+    assert not_listed(stamp, [once], [once]) == [line]
+
+
+def test_a_flaky_test_that_nobody_has_listed_is_red(run: Run, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp = "FLAKY tests/unit/gate/test_gate.py::test_the_table_has_each_part\n"
+    monkeypatch.setattr(gate, "stamp_before", lambda: stamp)
+    assert not run([command("unit", "")])
+    assert "test_the_table_has_each_part was FLAKY" in verdicts(said)["flaky.yaml"]
+
+
+def test_a_flaky_test_is_due_after_five_landings(monkeypatch: pytest.MonkeyPatch) -> None:
+    landed = {"old": 6, "new": 5, "unknown": None}
+    monkeypatch.setattr(flaky, "landings_since", landed.get)
+    known = [FlakyTest(f"tests/{name}.py::test_it", name, 1, "why", "unknown") for name in landed]
+    old, unknown = overdue(known)
+    assert old.startswith("tests/old.py::test_it is in flaky.yaml for 6 landings")
+    assert unknown.startswith("tests/unknown.py::test_it: since")
+
+
+def test_the_kills_of_the_gate_are_of_each_kind_of_process() -> None:
+    strikes = schedule(int(CHAOS["SEED"]), int(CHAOS["KILLS"]), NAMES)
+    assert {strike.names[0].rstrip("-01") for strike in strikes} == {name.rstrip("-01") for name in NAMES}
+    assert any(strike.gap_seconds == 0 for strike in strikes), "two at once"
+    assert any(strike.forgets for strike in strikes if strike.names[0] == "redis")
 
 
 def test_a_change_begins_where_it_left_main_or_before_the_landing(
@@ -281,16 +310,24 @@ def test_a_change_begins_where_it_left_main_or_before_the_landing(
     for message in ("one", "two"):
         git("commit", "-q", "--allow-empty", "-m", message)
     assert landings.base() == landed
+    git("update-ref", "refs/remotes/origin/main", "main")
+    git("branch", "-q", "-D", "main")
+    assert landings.base() == landed
+    git("branch", "-q", "main", landed)
+    monkeypatch.setenv("BASE", "HEAD~1")
+    assert landings.base() == "HEAD~1"
+    monkeypatch.delenv("BASE")
     git("checkout", "-q", "main")
     git("merge", "-q", "--no-ff", "-m", "landing", "change")
     assert git("rev-parse", landings.base()).strip() == landed
     assert landings.landings_since(landed) == 1
+    assert landings.landings_since("f" * 40) is None
 
 
 def test_an_entry_of_the_list_is_read_as_it_was_printed(tmp_path: Path) -> None:
     path = tmp_path / "flaky.yaml"
     path.write_text(entry_for(FailedTest("tests/x.py::test_it[a: b]", "E: 'x'", ""), []))
-    head = landings.git("rev-parse", "--short=12", "HEAD").strip()
+    head = landings.git("rev-parse", "--short=12", landings.base()).strip()
     assert load(path) == [FlakyTest("tests/x.py::test_it[a: b]", head, 1, "E: 'x'", "unknown")]
 
 
