@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.chaos import Killer, Result, examine, final_weights, schedule, trained_once_on_each
+from tests.support.chaos import NAMES, Killer, Result, examine, final_weights, schedule, trained_once_on_each
 from tests.support.runs import nexrl, running
 
 KILLS = int(os.environ.get("KILLS", "30"))
 SEED = int(os.environ.get("SEED", "0"))
 RESULT = os.environ.get("RESULT", "")
 """File for the result."""
-NAMES = (
-    *("redis", "controller", "weight-sync", "data-reader", "trainer", "trajectory-pool-0", "trajectory-pool-1"),
-    *("inference-0", "inference-1", "rollout-0", "rollout-1"),
-)
 EXPERIMENT = Path(__file__).with_name("copy-digits.yaml")
 STEPS = max(180, 150 + 3 * KILLS)
 """More than are made while the kills last."""

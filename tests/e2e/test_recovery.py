@@ -71,6 +71,7 @@ async def test_a_run_that_was_killed_and_interrupted_goes_on_to_its_end(tmp_path
 
 
 @pytest.mark.guide("A6", "S3")
+@pytest.mark.soak
 async def test_the_death_of_any_process_costs_no_step_and_no_sample(
     tmp_path: Path, redis: Redis, redis_url: str
 ) -> None:

@@ -99,7 +99,8 @@ async def test_an_experiment_has_a_user_of_its_own_until_it_is_deleted(
             return ledger not in users(server)
 
         await eventually(is_gone)
-        await asyncio.sleep(10 * redis_logins.CHECK_SECONDS)  # nor is it made again
+        # speed: nor is it made again, which no event tells
+        await asyncio.sleep(10 * redis_logins.CHECK_SECONDS)
         assert await is_gone()
 
 

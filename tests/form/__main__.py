@@ -3,8 +3,8 @@
 Runs all checks, also after a failure, two at a time. Prints one line for each check, and then the output of those that
 failed. Exits with 1 if a check failed.
 
-    python -m tests.form                the protos are compared with those of HEAD~1
-    python -m tests.form --base main    the protos are compared with those of the commit where this branch left `main`
+    python -m tests.form               the protos are compared with those of the commit where HEAD left `main`
+    python -m tests.form --base REF    the protos are compared with those of the commit where this branch left REF
 """
 
 import argparse
@@ -17,12 +17,22 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gate.landings import base
 from tests.support.helm import CHART, helms
 from tests.support.marks import ROOT
 
 BIN = Path(sys.executable).parent
 PYTHON = str(BIN / "python")
 PYTEST_OPTIONS = ("-n", "2", "--dist", "worksteal", "-q", "--tb=short", "--continue-on-collection-errors")
+SERVICES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "services").iterdir())
+DEPTRY = (str(BIN / "deptry"), "--no-ansi", "--optional-dependencies-dev-groups")
+"""The next argument names extras whose packages the code may not import."""
+OF_A_LOCAL_RUN = (
+    "--extend-exclude",
+    "src/nexrl/(v1|k8s)",
+    "src",
+    *(name for name in SERVICES if "operator" not in name),
+)
 AT_ONCE = 2
 CHECK_SECONDS = 300
 """Only ends a check that hangs."""
@@ -49,7 +59,7 @@ class Outcome:
 def main() -> None:
     """Run all checks; exit with 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="HEAD~1", help="the protos must be compatible with those of this commit")
+    parser.add_argument("--base", default=base(), help="the protos must be compatible with those of this commit")
     sys.exit(run(checks(parser.parse_args().base)))
 
 
@@ -64,6 +74,8 @@ def checks(base: str) -> list[Check]:
         Check("ruff check", [str(BIN / "ruff"), "check", "--output-format=concise"]),
         Check("ruff format", [str(BIN / "ruff"), "format", "--check"]),
         Check("import rules", [str(BIN / "lint-imports")]),
+        Check("dependencies", [*DEPTRY, "dev", "src", *SERVICES]),
+        Check("dependencies of a local run", [*DEPTRY, "dev,operator,kubernetes", *OF_A_LOCAL_RUN]),
         Check("buf lint", [str(BIN / "buf"), "lint"]),
         _breaking(base),
         *_lints_of_the_chart(),

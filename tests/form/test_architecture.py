@@ -5,7 +5,6 @@ The lists are short on purpose: a new entry is a decision.
 
 import re
 import subprocess
-from importlib.metadata import entry_points
 from itertools import permutations
 
 import grimp
@@ -111,13 +110,6 @@ def test_each_component_is_a_grpc_service_with_one_implementation() -> None:
         ),
         *("ValidatorService", "WeightSyncService"),
     ]
-
-
-@pytest.mark.guide("B11")
-def test_each_role_is_a_service_that_can_be_started() -> None:
-    roles = {point.name: point.load() for point in entry_points(group="nexrl.services")}
-    assert {f"nexrl_{name.replace('-', '_')}" for name in roles} == set(PACKAGES) - {"nexrl"}
-    assert all(callable(main) for main in roles.values())
 
 
 def test_no_handwritten_file_has_more_than_400_lines() -> None:

@@ -5,13 +5,16 @@ Each needs a reason in a comment, on its line or right above it:
     # speed: a lease of the real server cannot be shorter
     await asyncio.sleep(1.5)
 
-Waits without a reason that are older than this rule are counted by file in known_waits.yaml. The counts only go down:
-`make fix` lowers them. Everything else waits with tests/support/patience.py.
+Waits without a reason that are older than this rule are in known_waits.yaml. That list only gets shorter: `make fix`
+takes off what is gone. Everything else waits with tests/support/patience.py.
 """
 
 import ast
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +27,7 @@ PATIENCE = "tests/support/patience.py"
 LONG_SECONDS = 60
 """A limit of this length or more only ends a test that hangs."""
 
-SLEEPS = ("time.sleep", "asyncio.sleep", "sleep")
-CLOCKS = (
-    "time.time",
-    "time.monotonic",
-    "time.perf_counter",
-    "monotonic",
-    "perf_counter",
-    "asyncio.get_running_loop().time",
-)
+CLOCKS = re.compile(r"(time\.)?(monotonic|perf_counter|time)(_ns)?|.*loop(\(\))?\.time")
 LIMITS: Mapping[str, int] = {"asyncio.timeout": 0, "pytest.mark.timeout": 0, "asyncio.wait_for": 1}
 """Functions with a limit, and the position of this argument."""
 METHODS = ("join", "result", "wait")
@@ -40,8 +35,16 @@ METHODS = ("join", "result", "wait")
 LIMIT_NAMES = ("timeout", "timeout_seconds", "seconds")
 REASON = re.compile(r"# speed: \S")
 HEADER = """# Waits that depend on the speed of the machine and have no reason beside them, by file (waits.py).
-# The counts only go down: `make fix` lowers them. Give a new wait a reason, or use tests/support/patience.py.
+# The list only gets shorter: `make fix` takes off what is gone. A new wait needs a reason; see patience.py.
 """
+OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+Numbers = Mapping[str, float]
+"""The numbers that a module gives names to."""
 
 
 @dataclass(frozen=True, order=True)
@@ -53,35 +56,39 @@ class Wait:
 
 
 def main() -> None:
-    """Lower the counts of the list to what is there."""
-    write(lowered(load(), {path: len(found) for path, found in find_all().items()}))
+    """Take off the list what is not there any more."""
+    write(shortened(load(), find_all()))
 
 
-def load() -> dict[str, int]:
-    """Return the known counts by file."""
+def load() -> dict[str, list[str]]:
+    """Return the known waits by file."""
     return yaml.safe_load(KNOWN.read_text()) or {}
 
 
-def write(counts: Mapping[str, int]) -> None:
-    """Write the known counts."""
-    KNOWN.write_text(HEADER + "".join(f"{path}: {count}\n" for path, count in sorted(counts.items())))
+def write(known: Mapping[str, Sequence[str]]) -> None:
+    """Write the known waits."""
+    lists = {path: sorted(waits) for path, waits in sorted(known.items())}
+    KNOWN.write_text(HEADER + yaml.safe_dump(lists, width=1000))
 
 
-def lowered(known: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
-    """Return the known counts, none of them above what is there. No file is added."""
-    counts = {path: min(count, there.get(path, 0)) for path, count in known.items()}
-    return {path: count for path, count in counts.items() if count}
+def shortened(known: Mapping[str, Sequence[str]], there: Mapping[str, Sequence[Wait]]) -> dict[str, list[str]]:
+    """Return the known waits that are there. Nothing is added."""
+    kept = {path: Counter(waits) & _counted(there.get(path, ())) for path, waits in known.items()}
+    return {path: sorted(waits.elements()) for path, waits in kept.items() if waits}
 
 
-def problems(known: Mapping[str, int], there: Mapping[str, list[Wait]]) -> list[str]:
-    """Return what differs: each wait of a file that has more than are known, and each count that is too high."""
+def problems(known: Mapping[str, Sequence[str]], there: Mapping[str, Sequence[Wait]]) -> list[str]:
+    """Return a line for each wait of a kind that its file has more often than is known, and each file with fewer."""
     lines = []
     for path, found in sorted(there.items()):
-        if len(found) > known.get(path, 0):
-            lines.append(f"{path}: {len(found)} waits without a reason, {known.get(path, 0)} are known:")
-            lines += [f"  {path}:{wait.line}: {wait.what}" for wait in found]
-    too_high = [path for path, count in sorted(known.items()) if count > len(there.get(path, ()))]
-    return [*lines, *(f"{path}: has fewer waits than are known: run `make fix`" for path in too_high)]
+        more = _counted(found) - Counter(known.get(path, ()))
+        lines += [f"{path}:{wait.line}: {wait.what}" for wait in found if wait.what in more]
+    fewer = [path for path, waits in sorted(known.items()) if Counter(waits) - _counted(there.get(path, ()))]
+    return [*lines, *(f"{path}: has fewer waits than are known: run `make fix`" for path in fewer)]
+
+
+def _counted(waits: Sequence[Wait]) -> Counter[str]:
+    return Counter(wait.what for wait in waits)
 
 
 def find_all() -> dict[str, list[Wait]]:
@@ -94,7 +101,8 @@ def find_all() -> dict[str, list[Wait]]:
 def find(source: str) -> list[Wait]:
     """Return the waits of a source that have no reason beside them."""
     module, lines = ast.parse(source), source.splitlines()
-    found = {wait for node in ast.walk(module) for wait in _waits(node)} | set(_comparisons(module))
+    numbers = _numbers(module)
+    found = {wait for node in ast.walk(module) for wait in _waits(node, numbers)} | set(_comparisons(module))
     return sorted(wait for wait in found if not _has_reason(lines, wait.line))
 
 
@@ -106,30 +114,31 @@ def _has_reason(lines: list[str], line: int) -> bool:
     return any(REASON.search(text) for text in lines[above:line])
 
 
-def _waits(node: ast.AST) -> Iterator[Wait]:
+def _waits(node: ast.AST, numbers: Numbers) -> Iterator[Wait]:
     if isinstance(node, ast.Call):
-        yield from _in_call(node)
+        yield from _in_call(node, numbers)
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         for name, default in _defaults(node.args):
-            if name in LIMIT_NAMES and _is_short(default):
+            if name in LIMIT_NAMES and _is_short(default, numbers):
                 yield Wait(default.lineno, f"{name} = {ast.unparse(default)}")
-    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_short(node.value):
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_short(node.value, numbers):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             name = ast.unparse(target)
-            if name.isupper() and name.endswith("SECONDS"):
+            if _is_found_by_name(name):
                 yield Wait(node.lineno, f"{name} = {ast.unparse(node.value)}")
 
 
-def _in_call(call: ast.Call) -> Iterator[Wait]:
+def _in_call(call: ast.Call, numbers: Numbers) -> Iterator[Wait]:
     name = ast.unparse(call.func)
-    is_sleep = name in SLEEPS
+    is_sleep = name.rpartition(".")[2] == "sleep"
     position = 0 if is_sleep or name.rpartition(".")[2] in METHODS else LIMITS.get(name)
     if position is not None and len(call.args) > position:
         argument = call.args[position]
-        if _is_short(argument) or (is_sleep and _is_number(argument)):
+        is_pause = is_sleep and (isinstance(argument, ast.BinOp) or (_number(argument, numbers) or 0) > 0)
+        if is_pause or _is_short(argument, numbers):
             yield Wait(call.lineno, f"{name}({ast.unparse(argument)})")
     for keyword in call.keywords:
-        if keyword.arg in LIMIT_NAMES and _is_short(keyword.value):
+        if keyword.arg in LIMIT_NAMES and _is_short(keyword.value, numbers):
             yield Wait(keyword.value.lineno, f"{keyword.arg}={ast.unparse(keyword.value)}")
 
 
@@ -145,13 +154,13 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
 def _comparisons(module: ast.Module) -> Iterator[Wait]:
     """Yield assertions and other comparisons of the clock, or of a variable that was calculated from it."""
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for function in functions:
-        nodes = list(ast.walk(function))
+    for scope in (module, *functions):
+        nodes = list(ast.walk(scope) if scope in functions else _outside_functions(module))
         timed = {
             ast.unparse(target)
             for node in nodes
-            if isinstance(node, ast.Assign) and _is_reading(node.value)
-            for target in node.targets
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _is_reading(node.value)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         }
         assertions = [node for node in nodes if isinstance(node, ast.Assert)]
         asserted = {id(part) for assertion in assertions for part in ast.walk(assertion)}
@@ -167,19 +176,55 @@ def _is_reading(node: ast.AST) -> bool:
     """True for a call of a clock, and for a sum or difference with one."""
     if isinstance(node, ast.BinOp):
         return _is_reading(node.left) or _is_reading(node.right)
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in CLOCKS
+    return isinstance(node, ast.Call) and CLOCKS.fullmatch(ast.unparse(node.func)) is not None
 
 
 def _name(node: ast.AST) -> str:
     return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
 
 
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > 0
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from _outside_functions(child)
 
 
-def _is_short(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and 0 < node.value < LONG_SECONDS
+def _numbers(module: ast.Module) -> Numbers:
+    """Return the numbers that the module gives names to, also in functions; of several, the smallest."""
+    numbers: dict[str, float] = {}
+    parameters = {node.arg for node in ast.walk(module) if isinstance(node, ast.arg)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            number = _number(node.value, numbers)
+            if isinstance(target, ast.Name) and target.id not in parameters and number is not None:
+                numbers[target.id] = min(number, numbers.get(target.id, number))
+    return numbers
+
+
+def _number(node: ast.expr, numbers: Numbers) -> float | None:
+    """Return the value of a number, of a name of one, or of a calculation with them."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, int | float) else None
+    if isinstance(node, ast.Name) and not _is_found_by_name(node.id):
+        return numbers.get(node.id)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _number(node.left, numbers), _number(node.right, numbers)
+        if left is not None and right is not None:
+            with suppress(ZeroDivisionError):
+                return OPERATORS[type(node.op)](left, right)
+    return None
+
+
+def _is_found_by_name(name: str) -> bool:
+    """True for the name of a constant that needs its reason where it is defined, and not at each use."""
+    return name.isupper() and name.endswith("SECONDS")
+
+
+def _is_short(node: ast.expr, numbers: Numbers) -> bool:
+    number = _number(node, numbers)
+    return number is not None and 0 < number < LONG_SECONDS
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ parts have all passed leaves a stamp, named after the tree of HEAD, with the tab
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from time import monotonic, strftime
 
 from tests.gate import flaky, soak
+from tests.gate.landings import base, git
 from tests.gate.lanes import Lanes, rerun
 from tests.gate.parts import PARTS, Part
 from tests.gate.results import FailedTest, Result, Verdict, table
@@ -26,8 +26,6 @@ RERUN_SECONDS = 600.0
 TESTS_FAILED = "exit code 1"
 """How a run of pytest ends whose only fault is failed tests."""
 STAMPS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nexrl/gate"
-BASE = os.environ.get("BASE", "HEAD^1")
-"""The commit before this change. A landing is one merge commit, so this is what landed before."""
 
 
 def main() -> None:
@@ -60,7 +58,7 @@ def run(chosen: Sequence[Part], lanes: Lanes) -> list[Result]:
         results = [*first, *(Result(part.name, Verdict.NOT_RUN, why="form or types failed") for part in others)]
     else:
         results = once_more(chosen, [*first, *lanes.run(others)], lanes, known)
-    if late := flaky.overdue(known):
+    if late := [*flaky.overdue(known), *flaky.not_listed(stamp_before(), known, flaky.load_at(base()))]:
         results.append(Result(flaky.LIST.name, Verdict.FAILED, why="; ".join(late)))
     print_end(results, known)
     say(f"the gate is {'green' if is_green(results) else 'RED'} after {(monotonic() - began) / 60:.1f} minutes")
@@ -118,11 +116,10 @@ def is_third(test: FailedTest, known: Sequence[flaky.FlakyTest]) -> bool:
 
 def print_end(results: Sequence[Result], known: Sequence[flaky.FlakyTest]) -> None:
     """Print every failed and flaky test, and the table."""
-    today = datetime.now(UTC).date()
     for result in results:
         for test in result.flaky:
             print_line(f"\nFLAKY {test.name}: {test.cause}\n{test.traceback}")
-            print_line(f"write this to {flaky.LIST.name}:\n{flaky.entry_for(test, known, today)}")
+            print_line(f"write this to {flaky.LIST.name}:\n{flaky.entry_for(test, known)}")
     print_line("")
     for result in results:
         for test in result.failed:
@@ -140,7 +137,7 @@ def print_counts(results: Sequence[Result]) -> None:
 
 def changed_files() -> set[str]:
     """Return the paths that this change adds or edits. A test in one of them gets no second run."""
-    return set(git("diff", "--name-only", BASE).splitlines())
+    return set(git("diff", "--name-only", base()).splitlines())
 
 
 def committed_tree() -> str:
@@ -148,17 +145,30 @@ def committed_tree() -> str:
     return "" if git("status", "--porcelain") else git("rev-parse", "HEAD^{tree}").strip()
 
 
-def write_stamp(before: str, results: Sequence[Result]) -> None:
+def write_stamp(tree: str, results: Sequence[Result]) -> None:
     """Record that the tree of HEAD has passed, if it was committed before the first part, and still is."""
-    if not before or committed_tree() != before:
+    if not tree or committed_tree() != tree:
         say("no stamp: the checkout differs from HEAD, or did at the beginning")
         return
     STAMPS.mkdir(parents=True, exist_ok=True)
-    path = STAMPS / before
-    since = f"{len(changed_files())} files changed since {BASE}"
+    path = STAMPS / tree
+    skipped = [result.part for result in results if result.verdict is Verdict.SKIPPED]
+    since = (
+        f"{len(changed_files())} files changed since {base()}; parts that were skipped: {', '.join(skipped) or 'none'}"
+    )
     head = f"{datetime.now(UTC).isoformat(timespec='seconds')} {git('rev-parse', 'HEAD').strip()}, {since}"
-    path.write_text(f"{head}\n\n{table(results)}\n")
+    before = path.read_text().splitlines() if path.exists() else []  # of this tree: what was FLAKY then stays so
+    names = {line for line in before if line.startswith(flaky.MARK)}
+    names |= {f"{flaky.MARK}{test.name}" for result in results for test in result.flaky}
+    named = "".join(f"{line}\n" for line in sorted(names))
+    path.write_text(f"{head}\n\n{table(results)}\n{named}")
     say(f"stamp: {path}, {since}")
+
+
+def stamp_before() -> str:
+    """Return the stamp of what landed before this change; "" if its gate did not run on this machine."""
+    path = STAMPS / git("rev-parse", f"{base()}^{{tree}}").strip()
+    return path.read_text() if path.exists() else ""
 
 
 def say(text: str) -> None:
@@ -170,11 +180,6 @@ def print_line(text: str) -> None:
     """Print, at once also into a pipe."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def git(*arguments: str) -> str:
-    """Return what git prints. Raises CalledProcessError."""
-    return subprocess.run(["git", *arguments], cwd=flaky.ROOT, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

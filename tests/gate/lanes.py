@@ -20,6 +20,8 @@ STOP_SECONDS = 15.0  # speed: of a part that is ended because it hangs
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 SHOWN_BYTES = 60_000
 """Of the output of a part that failed; all of it is in its log."""
+LOST = b"maximum crashed workers reached"
+"""What pytest-xdist prints when it gives up. The report then has no trace of the tests that were left."""
 Say = Callable[[str], None]
 
 
@@ -34,13 +36,11 @@ class Lanes:
         self._is_ending = False
         self._reports = 0
         self._done: dict[str, threading.Event] = {}
-        self._builds: set[str] = set()
         self._results: dict[str, Result] = {}
 
     def run(self, parts: Sequence[Part]) -> list[Result]:
         """Run all parts, and return their results in the same order. An interrupt ends those that run."""
         self._done = {part.name: threading.Event() for part in parts}
-        self._builds = {part.name for part in parts if not part.tests}
         lanes = sorted({part.lane for part in parts})
         with self._heartbeat(), ThreadPoolExecutor(max(1, len(lanes))) as threads:
             running = [threads.submit(self._run_lane, [part for part in parts if part.lane == lane]) for lane in lanes]
@@ -70,9 +70,12 @@ class Lanes:
         why = self._ended(part, log, xml)
         del self._running[part.name]
         seconds = time.monotonic() - began
-        verdict = Verdict.FAILED if why else Verdict.PASSED
-        result = Result(part.name, verdict, seconds, why).with_tests_of(xml)
-        self._say(f"{part.name} {verdict.value} after {seconds:.0f} s{f': {why}' if why else ''}; {last_line(log)}")
+        result = Result(part.name, Verdict.FAILED if why else Verdict.PASSED, seconds, why).with_tests_of(xml)
+        if part.tests and not why and not result.passed:
+            result = replace(result, verdict=Verdict.SKIPPED, why="each of its tests was skipped")
+        self._say(
+            f"{part.name} {result.verdict.value} after {seconds:.0f} s{f': {why}' if why else ''}; {last_line(log)}"
+        )
         if why:
             self._say(f"what {part.name} printed:\n{tail(log)}")
         return result
@@ -90,7 +93,7 @@ class Lanes:
         for name in part.after:
             if name in self._done:
                 self._done[name].wait()
-        for before in [self._results[name] for name in part.after if name in self._builds]:
+        for before in [self._results[name] for name in part.after if name in self._results]:
             if before.verdict in (Verdict.FAILED, Verdict.NOT_RUN):
                 return Result(part.name, Verdict.NOT_RUN, why=f"{before.part}: {before.verdict.value}")
         if self._is_ending:
@@ -119,6 +122,8 @@ class Lanes:
             finally:
                 _stop(process)
                 self._processes.discard(process)
+        if LOST in log.read_bytes():
+            return "processes crashed, and tests were lost"
         return f"exit code {code}" if code else ""
 
     @contextmanager

@@ -1,6 +1,7 @@
 """The parts of the gate: which command each runs, on which lane, and what it needs.
 
-Lane 1 keeps both cores busy, at its end as well. Lane 2 waits more than it computes: for an API server, and for pods.
+Lane 1 keeps both cores busy, at its end as well. The longest parts of lane 2 wait more than they compute:
+for an API server, and for pods.
 """
 
 import os
@@ -30,7 +31,7 @@ class Part:
     lane: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     after: Sequence[str] = ()
-    """Parts of the other lane that must have ended before. Those that are no tests must have passed."""
+    """Parts, of any lane, that must have ended before, and not failed."""
     needs: Sequence[str] = ()
     """Environment variables, and programs as `program:NAME`, without which the part is skipped."""
     is_first: bool = False
@@ -58,15 +59,27 @@ class Part:
         return ""
 
 
+CHAOS = {"KILLS": "8", "SEED": "3867"}
+"""Each kind of process once, two of them at the same time, and Redis loses its last second."""
+
 PARTS = (
     Part("form", 300, ("make", "gate-form"), is_first=True),
     Part("types", 600, ("make", "gate-types"), lane=2, is_first=True),
+    Part("set-up of examples", 900, ("make", "setup-examples"), needs=["program:cc"]),
+    Part("set-up of Redis", 900, ("make", "redis-servers")),
     Part("unit", 1500, tests=["tests/unit"], workers=2),
     Part("integration", 1800, tests=["tests/integration"], workers=3, is_timed=True),
     Part("vllm", 1500, tests=["tests/vllm"], python=VLLM_PYTHON, after=["set-up of vllm"], is_timed=True),
-    Part("chaos", 900, tests=["tests/chaos"], environment={"KILLS": "5"}, is_timed=True),
+    Part("chaos", 900, tests=["tests/chaos"], environment=CHAOS, is_timed=True),
     Part("runs", 2400, tests=["tests/e2e"], workers=2, is_timed=True),
     Part("set-up of vllm", 1500, ("make", "setup-vllm"), lane=2),
+    Part(
+        "quickstart",
+        600,
+        (".ci/without-compiler", "make", "quickstart", "STEPS=5"),
+        lane=2,
+        after=["set-up of examples"],
+    ),
     Part("envtest", 1800, tests=["tests/envtest"], lane=2, is_timed=True),
     Part("scan", 600, ("make", "scan"), lane=2, needs=["program:helm"]),
     Part("mutants", 900, (sys.executable, "-m", "tests.mutations", "--gate"), lane=2),
@@ -74,4 +87,4 @@ PARTS = (
     Part("images", 1800, ("make", "images"), lane=2, needs=CLUSTER),
     Part("cluster", 2400, tests=["tests/kubernetes"], lane=2, after=["images"], needs=CLUSTER, is_timed=True),
 )
-"""In the order of each lane, and of the table. What no part runs is in `make soak`."""
+"""In the order of each lane, and of the table. What no part runs is in `make soak` or `make test-gpu`."""

@@ -6,10 +6,10 @@ python -m tests.gate.soak AREA COMMAND...      what `make soak-AREA` calls
 import subprocess
 import sys
 from datetime import UTC, date, datetime
-from pathlib import Path
 from time import monotonic
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gate.landings import ROOT
+
 PAGE = ROOT / "docs/reference/soak.md"
 NEVER = "never"
 """The date of an area that has not run since the page exists."""

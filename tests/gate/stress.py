@@ -1,7 +1,8 @@
 """Runs tests 21 times, three at a time, beside two busy loops: a test that depends on luck fails.
 
 python -m tests.gate.stress TESTS        these, however long it takes: what `make stress` calls
-python -m tests.gate.stress --added      the test functions that this change adds, for 90 s: a part of the gate
+python -m tests.gate.stress --added      the test functions that this change adds, for 90 s: a part of the gate.
+                                         It leaves out those in the folders LONG.
 """
 
 import argparse
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
-from tests.gate import flaky
-from tests.gate.__main__ import BASE, git
+from tests.gate import landings
+from tests.gate.landings import base, git
 
 ROUNDS = 7
 WORKERS = 3
@@ -31,14 +32,15 @@ def main() -> None:
     """Run the tests that the command line names, and end with code 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", help="folders, files, or node ids of pytest")
-    parser.add_argument("--added", action="store_true", help="the tests that differ from the commit BASE, for 90 s")
+    parser.add_argument("--added", action="store_true", help="the test functions that this change adds, for 90 s")
     arguments = parser.parse_args()
     if arguments.tests:
         sys.exit(stress(arguments.tests, math.inf))
     if not arguments.added:
         parser.error("name tests, for example tests/integration/test_rpc.py")
-    tests = added_tests(BASE)
-    sys.stdout.write(f"{len(tests)} test functions are new since {BASE}\n")
+    before = base()
+    tests = added_tests(before)
+    sys.stdout.write(f"{len(tests)} test functions are new since {before}\n")
     code = stress(["-m", "not soak", *tests], SECONDS) if tests else 0
     sys.exit(0 if code == NO_TESTS else code)
 
@@ -54,7 +56,7 @@ def added_tests(base: str) -> list[str]:
             continue
         before = [] if status == "A" else tests_in(git("show", f"{base}:{files[0]}"))
         tests += [
-            f"{files[-1]}::{name}" for name in tests_in((flaky.ROOT / files[-1]).read_text()) if name not in before
+            f"{files[-1]}::{name}" for name in tests_in((landings.ROOT / files[-1]).read_text()) if name not in before
         ]
     return tests
 

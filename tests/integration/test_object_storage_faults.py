@@ -21,7 +21,7 @@ from tests.support.object_storage import S3Server, checkpoint, new_uploads, stor
 from tests.support.services import small_experiment
 from tests.support.training import World, building_worlds
 
-LIMIT = 30.0
+LIMIT = 60.0
 
 
 @pytest.fixture

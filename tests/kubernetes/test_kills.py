@@ -13,21 +13,29 @@ from tests.support.experiments import Running, applied, assert_balanced, slow
 
 PAIRS = (("controller", "weight-sync"), ("trajectory-pool", "inference"), ("trainer", "rollout"))
 """Components that do not call each other, so that the callers of each can survive its loss."""
-STEPS = 45
 BEGINS = r" begins at step (\d+)"
 
 
+@pytest.mark.soak
 def test_killed_pods_come_back_and_nothing_is_lost(namespace: Namespace) -> None:
-    with applied(namespace, slow("kills", trainer__steps=STEPS, checkpoint__everySteps=10)) as running:
+    with applied(namespace, slow("kills", trainer__steps=45, checkpoint__everySteps=10)) as running:
         running.until_step(2)
         for pair in PAIRS:
             _kill(running, pair)
+        ended = running.until("Complete")
+        assert ended["status"]["progress"]["step"] == 45
+        assert_balanced(ended)
+
+
+def test_redis_operator_and_then_a_whole_node_are_lost_and_no_sample_is(namespace: Namespace) -> None:
+    with applied(namespace, slow("lost-node", trainer__steps=25, checkpoint__everySteps=5)) as running:
+        running.until_step(2)
         namespace.kubectl("delete", "pod", f"{RELEASE}-redis-0", "--force", "--grace-period=0")
         namespace.kubectl("delete", "pod", "--selector", "app.kubernetes.io/component=operator", "--force")
         running.until_it_goes_on()
         namespace.kubectl("delete", "pod", *running.pods().values(), "--force", "--grace-period=0")  # as a lost node
         ended = running.until("Complete")
-        assert ended["status"]["progress"]["step"] == STEPS
+        assert ended["status"]["progress"]["step"] == 25
         assert_balanced(ended)
 
 

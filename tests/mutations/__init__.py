@@ -1,1 +1,1 @@
-"""Each guard of the ledger is taken out, one at a time, and a test must fail: `make mutants`."""
+"""Features of the guide and guards of the ledger are taken out, one at a time: a test must fail (`make mutants`)."""

@@ -24,8 +24,8 @@ GATE_SECONDS = 180.0
 PAGE = ROOT / "docs/reference/guards.md"
 HEADER = """# Guards
 
-Each invariant of [the ledger](../../ARCHITECTURE.md) stands on guards in its code. `make mutants` takes each out in a
-copy of the project, runs its test there, and fails when that test still passes. What it saw:
+Each invariant of [the ledger](../../ARCHITECTURE.md) stands on guards in its code. `make mutants ALL=1` takes each out
+in a copy of the project, runs its test there, and fails when that test still passes. What it saw:
 
 | invariant | guard | taken out of | test | which then says |
 |---|---|---|---|---|

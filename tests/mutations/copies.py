@@ -5,6 +5,7 @@ The project itself is never changed.
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,8 @@ WORKERS = 2
 TEST_SECONDS = 300
 HANG_SECONDS = 240
 """Limit of one test on a copy. Reaching it is no failure of the test: on a slow machine any test may."""
-HANGS = ("Failed: Timeout (>", "PatienceError: the test did not end within")
+HANG = re.compile(r"^[E|+ ]*(\S*PatienceError(:|$)|Failed: Timeout \(>).*", re.MULTILINE)
+"""An error of a limit, in a group of exceptions as well."""
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "", "NEXRL_LEDGER_HISTORIES": "80"}
 """Some guards of the ledger are missed only after more random histories than `make test` tries. Compiled files are
 kept: two versions of a file that are imported are more than a second apart, so Python tells them apart by their time.
@@ -111,8 +113,8 @@ def _verdict(mutation: Mutation, folder: Path) -> Verdict:
             f"{mutation.what}: pytest ended with code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
     errors = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E ")]
-    hung = [error for error in errors if any(hang in error for hang in HANGS)]
-    says = [*hung, *errors, done.stdout.strip().splitlines()[-1]][0][:160]
+    hung = HANG.search(done.stdout)
+    says = [*([hung[0].strip("E|+ ")] if hung else []), *errors, done.stdout.strip().splitlines()[-1]][0][:160]
     return Verdict(done.returncode == 1 and not hung, says)
 
 

@@ -33,6 +33,11 @@ from tests.support.patience import for_minutes
 from tests.support.redis import running_redis
 from tests.support.runs import Process, Run, batches_of, metrics_of
 
+NAMES = (
+    *("redis", "controller", "weight-sync", "data-reader", "trainer", "trajectory-pool-0", "trajectory-pool-1"),
+    *("inference-0", "inference-1", "rollout-0", "rollout-1"),
+)
+"""The processes of `tests/chaos/copy-digits.yaml`."""
 GAP_SECONDS = (1.0, 2.0)
 DOUBLE_KILLS = 0.1
 """Share of kills that follow the previous kill at once."""

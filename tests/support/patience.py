@@ -1,7 +1,7 @@
 """The one home of the waits of tests. No result of a test depends on the speed of the machine.
 
 A wait ends as soon as its fact holds, and a limit only ends a hung test. So limits are long, and they grow with the
-load of the machine, which each look reads again. No caller names seconds.
+load of the machine, which each look reads again.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MAX_SCALE = 8.0
 LIMIT_SECONDS = BASE_SECONDS * MAX_SCALE
 """Limit of what cannot look at the load while it waits: a command, the end of a process, an answer of a server.
 
-It is the longest limit of a wait. Never use it where a test expects the end of it.
+It is the longest limit of `eventually`. Never use it where a test expects the end of it.
 """
 FIRST_PAUSE_SECONDS = 0.01
 LOOKS = 300

@@ -29,6 +29,20 @@ def test_a_test_that_notices_is_told_from_one_that_misses_and_one_that_only_reac
     assert "Timeout" in hung.says
 
 
+@pytest.mark.parametrize(
+    ("printed", "is_hang"),
+    [
+        ("E   tests.support.patience.PatienceError: not true after 60 s", True),
+        ("  |     tests.support.patience.PatienceError: not true after 60 s", True),
+        ("E   Failed: Timeout (>240.0s) from pytest-timeout.", True),
+        ("    raise PatienceError(text)", False),
+        ("E   AssertionError: assert 'PatienceError' == 'x'", False),
+    ],
+)
+def test_a_wait_at_its_limit_is_known_also_in_a_group_of_exceptions(printed: str, is_hang: bool) -> None:
+    assert bool(copies.HANG.search(f"test_it.py:3: in test\n{printed}\n1 failed in 60 s")) is is_hang
+
+
 def test_what_would_begin_after_the_limit_is_not_tried() -> None:
     assert list(try_all([NOTICED], limit_seconds=-1.0)) == [None]
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.gate import __main__ as gate
-from tests.gate.flaky import FlakyTest, entry_for, load, too_often
+from tests.gate import flaky, landings
+from tests.gate.flaky import FlakyTest, entry_for, load, not_listed, overdue, too_often
 from tests.gate.lanes import Lanes
-from tests.gate.parts import PARTS, Part
+from tests.gate.parts import CHAOS, PARTS, Part
 from tests.gate.results import FailedTest, Result, Verdict, table
 from tests.gate.soak import ages, recorded
 from tests.gate.soak import verdict as soak_verdict
+from tests.support.chaos import NAMES, schedule
 
 FAILS_ONCE = """
 from pathlib import Path
@@ -43,6 +45,19 @@ def test_where(name, worker_id):
         file.write(f"{worker_id} ")
     assert not is_first, "the first one"
 """
+CRASHES_BESIDE_OTHERS = """
+import os
+
+import pytest
+
+@pytest.mark.xdist_group("one")
+def test_it():
+    "PYTEST_XDIST_WORKER" in os.environ and os._exit(1)
+
+@pytest.mark.xdist_group("one")
+def test_other():
+    pass
+"""
 HANG_SECONDS = 20  # speed: of a part that hangs; within it, Python starts
 FAILS = "def test_always_fails():\n    assert 1 == 2\n"
 
@@ -61,6 +76,8 @@ def run(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run
     """Run these parts as the gate does, and return whether it is green."""
     monkeypatch.setattr(gate, "print_line", said.append)
     monkeypatch.setattr(gate, "changed_files", set)
+    monkeypatch.setattr(gate, "STAMPS", tmp_path / "stamps")
+    monkeypatch.setattr(flaky, "load", list)
     folder = tmp_path / "logs"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -167,7 +184,7 @@ def test_a_tree_is_stamped_only_if_it_was_committed_from_the_beginning(
     monkeypatch.setattr(gate, "print_line", said.append)
     monkeypatch.setattr(gate, "STAMPS", tmp_path)
     monkeypatch.setattr(gate, "changed_files", set)
-    tree = gate.git("rev-parse", "HEAD^{tree}").strip()
+    tree = landings.git("rev-parse", "HEAD^{tree}").strip()
     monkeypatch.setattr(gate, "committed_tree", lambda: tree)
     results = [Result("unit", Verdict.PASSED, 3.0, passed=7)]
     for before in ("", "another tree"):
@@ -175,6 +192,31 @@ def test_a_tree_is_stamped_only_if_it_was_committed_from_the_beginning(
     assert not list(tmp_path.iterdir())
     gate.write_stamp(tree, results)
     assert "| unit | passed | 3 | 7 |" in (tmp_path / tree).read_text()
+
+
+def test_a_stamp_names_flaky_tests_and_skipped_parts(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "print_line", said.append)
+    monkeypatch.setattr(gate, "STAMPS", tmp_path)
+    monkeypatch.setattr(gate, "committed_tree", lambda: "tree")
+    flaky = (FailedTest("tests/x.py::test_it", "why", ""),)
+    gate.write_stamp("tree", [Result("unit", Verdict.PASSED, flaky=flaky), Result("scan", Verdict.SKIPPED)])
+    lines = (tmp_path / "tree").read_text().splitlines()
+    assert lines[0].endswith("parts that were skipped: scan")
+    assert lines[-1] == "FLAKY tests/x.py::test_it"
+
+
+def test_a_part_whose_tests_were_all_skipped_has_not_passed(run: Run, said: list[str], tmp_path: Path) -> None:
+    assert run([timed("import pytest\n\n@pytest.mark.skip\ndef test_it():\n    pass\n")])
+    assert verdicts(said)["timed"] == "skipped: each of its tests was skipped"
+
+
+def test_a_part_that_has_lost_tests_is_red_also_if_the_one_that_crashed_passes_alone(
+    run: Run, said: list[str], tmp_path: Path
+) -> None:
+    assert not run([replace(timed(CRASHES_BESIDE_OTHERS), workers=1)])
+    assert verdicts(said)["timed"] == "FAILED: processes crashed, and tests were lost"
 
 
 def test_a_test_that_fails_again_is_red(run: Run, said: list[str], tmp_path: Path) -> None:
@@ -210,17 +252,83 @@ def test_a_test_that_waits_for_no_process_gets_no_second_run(run: Run, said: lis
 
 def test_the_third_time_a_flaky_test_is_red() -> None:
     test = FailedTest("tests/e2e/test_run.py::test_it", "why", "")
-    known = [FlakyTest(test.name, date(2026, 11, 1), 2, "why", "unknown")]
+    known = [FlakyTest(test.name, "abc1234", 2, "why", "unknown")]
     assert too_often(test, known)
     assert not too_often(test, [])
-    assert "times: 3" in entry_for(test, known, date(2026, 11, 27))
-    assert "since: 2026-11-01" in entry_for(test, known, date(2026, 11, 27))
+    assert "times: 3" in entry_for(test, known)
+    assert "since: abc1234" in entry_for(test, known)
+
+
+def test_a_test_that_was_flaky_in_the_landing_before_must_be_on_the_list_or_be_gone() -> None:
+    here = "tests/unit/gate/test_gate.py"
+    names = [f"{here}::test_the_table_has_each_part[a]", f"{here}::test_that_is_gone", "tests/gone.py::test_it"]
+    stamp = "2026-11-28 abc1234\n\n| unit | passed |\n" + "".join(f"FLAKY {name}\n" for name in names)
+    (line,) = not_listed(stamp, [], [])
+    assert line.startswith(names[0])
+    once, twice = (FlakyTest(names[0], "abc1234", times, "why", "unknown") for times in (1, 2))
+    assert not_listed(stamp, [once], []) == []
+    assert not_listed(stamp, [twice], [once]) == []
+    assert not_listed(stamp, [once], [once]) == [line]
+
+
+def test_a_flaky_test_that_nobody_has_listed_is_red(run: Run, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp = "FLAKY tests/unit/gate/test_gate.py::test_the_table_has_each_part\n"
+    monkeypatch.setattr(gate, "stamp_before", lambda: stamp)
+    assert not run([command("unit", "")])
+    assert "test_the_table_has_each_part was FLAKY" in verdicts(said)["flaky.yaml"]
+
+
+def test_a_flaky_test_is_due_after_five_landings(monkeypatch: pytest.MonkeyPatch) -> None:
+    landed = {"old": 6, "new": 5, "unknown": None}
+    monkeypatch.setattr(flaky, "landings_since", landed.get)
+    known = [FlakyTest(f"tests/{name}.py::test_it", name, 1, "why", "unknown") for name in landed]
+    old, unknown = overdue(known)
+    assert old.startswith("tests/old.py::test_it is in flaky.yaml for 6 landings")
+    assert unknown.startswith("tests/unknown.py::test_it: since")
+
+
+def test_the_kills_of_the_gate_are_of_each_kind_of_process() -> None:
+    strikes = schedule(int(CHAOS["SEED"]), int(CHAOS["KILLS"]), NAMES)
+    assert {strike.names[0].rstrip("-01") for strike in strikes} == {name.rstrip("-01") for name in NAMES}
+    assert any(strike.gap_seconds == 0 for strike in strikes), "two at once"
+    assert any(strike.forgets for strike in strikes if strike.names[0] == "redis")
+
+
+def test_a_change_begins_where_it_left_main_or_before_the_landing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BASE", raising=False)
+    monkeypatch.setattr(landings, "ROOT", tmp_path)
+    git = landings.git
+    git("init", "-q", "-b", "main")
+    git("config", "user.email", "a@example.com")
+    git("config", "user.name", "a")
+    for message in ("begin", "first"):
+        git("commit", "-q", "--allow-empty", "-m", message)
+    landed = git("rev-parse", "HEAD").strip()
+    git("checkout", "-q", "-b", "change")
+    for message in ("one", "two"):
+        git("commit", "-q", "--allow-empty", "-m", message)
+    assert landings.base() == landed
+    git("update-ref", "refs/remotes/origin/main", "main")
+    git("branch", "-q", "-D", "main")
+    assert landings.base() == landed
+    git("branch", "-q", "main", landed)
+    monkeypatch.setenv("BASE", "HEAD~1")
+    assert landings.base() == "HEAD~1"
+    monkeypatch.delenv("BASE")
+    git("checkout", "-q", "main")
+    git("merge", "-q", "--no-ff", "-m", "landing", "change")
+    assert git("rev-parse", landings.base()).strip() == landed
+    assert landings.landings_since(landed) == 1
+    assert landings.landings_since("f" * 40) is None
 
 
 def test_an_entry_of_the_list_is_read_as_it_was_printed(tmp_path: Path) -> None:
     path = tmp_path / "flaky.yaml"
-    path.write_text(entry_for(FailedTest("tests/x.py::test_it[a: b]", "E: 'x'", ""), [], date(2026, 11, 27)))
-    assert load(path) == [FlakyTest("tests/x.py::test_it[a: b]", date(2026, 11, 27), 1, "E: 'x'", "unknown")]
+    path.write_text(entry_for(FailedTest("tests/x.py::test_it[a: b]", "E: 'x'", ""), []))
+    head = landings.git("rev-parse", "--short=12", landings.base()).strip()
+    assert load(path) == [FlakyTest("tests/x.py::test_it[a: b]", head, 1, "E: 'x'", "unknown")]
 
 
 def test_a_part_says_why_it_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

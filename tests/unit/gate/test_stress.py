@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gate import flaky, stress
+from tests.gate import landings, stress
 
 BEFORE = """\
 def test_put():
@@ -36,7 +36,7 @@ PASSES = "def test_always():\n    pass\n"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project without tests."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(flaky, "ROOT", tmp_path)
+    monkeypatch.setattr(landings, "ROOT", tmp_path)
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
     return tmp_path

@@ -1,5 +1,6 @@
 """The table of components: variables, threads, access to Redis, order of stopping."""
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import get_args
 
@@ -27,6 +28,16 @@ def experiment() -> Experiment:
     spec = {"model": {"path": "x"}, "data": {"type": "mock"}, "trainer": {"steps": 1, "threads": 3}}
     document = {"apiVersion": "nexrl.dev/v1alpha1", "kind": "Experiment", "metadata": {"name": "test"}, "spec": spec}
     return Experiment.model_validate(document)
+
+
+@pytest.mark.guide("B11")
+def test_each_role_is_a_service_that_can_be_started() -> None:
+    roles = {point.name: point.load() for point in entry_points(group="nexrl.services")}
+    services = Path(__file__).parents[3] / "services"
+    assert {f"nexrl_{name.replace('-', '_')}" for name in roles} == {
+        package.name for package in services.glob("*/nexrl_*")
+    }
+    assert all(callable(main) for main in roles.values())
 
 
 def test_a_process_names_its_component() -> None:

@@ -16,11 +16,11 @@ from nexrl.store import Redis
 from nexrl_trajectory_pool.wakeups import WakeUps
 
 TOPIC = "tasks"
-LOOK_SECONDS = 0.003
+LOOK_SECONDS = 0.003  # speed: virtual time
 """The longest way to Redis, and back."""
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 5.0  # speed: virtual time
 """Longer than any wake-up takes here."""
-LONG = 100.0
+LONG_SECONDS = 100.0
 
 
 class JumpingSelector(selectors.SelectSelector):
@@ -92,7 +92,7 @@ class World:
     def looks(self) -> int:
         return sum(client.looks for client in self.clients)
 
-    def come(self, size: int = 1, wait_seconds: float = LONG) -> Client:
+    def come(self, size: int = 1, wait_seconds: float = LONG_SECONDS) -> Client:
         """One more client."""
         client = Client(size, asyncio.get_running_loop().time(), wait_seconds)
         client.task = asyncio.create_task(self._wait(client))
@@ -147,7 +147,7 @@ def test_a_wake_up_costs_one_look_more_than_it_grants_and_goes_to_who_came_first
         world = World()
         for _ in range(1000):
             world.come()
-            await asyncio.sleep(0.0001)
+            await asyncio.sleep(0.0001)  # speed: virtual time
         await asyncio.sleep(SETTLE_SECONDS)
         assert world.looks == 1000  # as they came
         world.put()
@@ -179,14 +179,14 @@ def test_what_is_told_during_a_look_makes_it_look_again() -> None:
     async def test() -> None:
         world = World()
         first = world.come()
-        await asyncio.sleep(1.5 * LOOK_SECONDS)  # it has found nothing and does not know it yet
+        await asyncio.sleep(1.5 * LOOK_SECONDS)  # speed: virtual time; it has found nothing and does not know it yet
         world.put()
         await asyncio.sleep(SETTLE_SECONDS)
         assert (first.granted, first.looks) == (1, 2)
         second = world.come()
         await asyncio.sleep(SETTLE_SECONDS)
         world.wakeups.tell(TOPIC)  # in vain
-        await asyncio.sleep(1.5 * LOOK_SECONDS)
+        await asyncio.sleep(1.5 * LOOK_SECONDS)  # speed: virtual time
         world.put()
         await asyncio.sleep(SETTLE_SECONDS)
         assert (second.granted, second.looks) == (1, 3)
@@ -222,7 +222,7 @@ def test_a_look_that_fails_ends_one_wait_and_no_other() -> None:
                 raise ConnectionError
             return 0, False
 
-        failing = asyncio.create_task(world.wakeups.until(TOPIC, fail_later, LONG, kind=1))
+        failing = asyncio.create_task(world.wakeups.until(TOPIC, fail_later, LONG_SECONDS, kind=1))
         await asyncio.sleep(0)
         second = world.come()
         await asyncio.sleep(SETTLE_SECONDS)
@@ -238,10 +238,10 @@ def test_a_wait_that_is_over_takes_no_turn() -> None:
     async def test() -> None:
         world = World()
         short, gone, third = world.come(wait_seconds=1), world.come(), world.come()
-        await asyncio.sleep(2)
+        await asyncio.sleep(2)  # speed: virtual time
         assert short.granted == 0
         gone.task.cancel()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # speed: virtual time
         world.put()
         await asyncio.sleep(SETTLE_SECONDS)
         assert third.granted == 1
@@ -268,7 +268,7 @@ def test_a_wait_ends_in_time_also_when_it_is_told_without_end() -> None:
         client = world.come(wait_seconds=1)
         while client.is_waiting:
             world.wakeups.tell(TOPIC)
-            await asyncio.sleep(0.0001)
+            await asyncio.sleep(0.0001)  # speed: virtual time
         assert client.granted == 0
         assert client.ended == pytest.approx(1, abs=2 * LOOK_SECONDS)
 
@@ -300,7 +300,7 @@ def test_the_newest_answer_is_given_to_all_who_waited_in_vain() -> None:
             return await world.wakeups.until(TOPIC, look, seconds)
 
         first, second = [asyncio.create_task(wait(seconds)) for seconds in (20, 10)]
-        await asyncio.sleep(1)
+        await asyncio.sleep(1)  # speed: virtual time
         world.wakeups.tell(TOPIC)
         assert await second == "validation"
         assert await wait(0) == "data"
@@ -309,7 +309,7 @@ def test_the_newest_answer_is_given_to_all_who_waited_in_vain() -> None:
     in_virtual_time(test())
 
 
-waits = st.sampled_from([0.0, 0.004, 3.0, LONG, LONG, LONG])
+waits = st.sampled_from([0.0, 0.004, 3.0, LONG_SECONDS, LONG_SECONDS, LONG_SECONDS])
 histories = st.lists(
     st.one_of(
         st.tuples(st.just("come"), st.integers(1, 4), waits),
@@ -351,7 +351,7 @@ async def _follow(history: list[tuple[str, int, float]], ways: list[float]) -> N
             await asyncio.sleep(seconds)
             assert [c for c in world.clients if c.is_waiting and c.size <= world.stock] == []
             taken_elsewhere, world.stock = taken_elsewhere + world.stock, 0
-    await asyncio.sleep(LONG)
+    await asyncio.sleep(LONG_SECONDS)
     for client in world.clients:
         assert client.task.done()
         assert client.task.cancelled() or client.ended - client.came <= client.wait_seconds + 3 * LOOK_SECONDS
