@@ -1,4 +1,8 @@
-"""Rewards that raise, loop, exit, fork, or use up memory or disk: each run ends, and its status says why."""
+"""Rewards that raise, loop, exit, fork, or use up memory or disk: each run ends, and its status says why.
+
+Each takes a whole run, so only `make soak-runs` tries them here. In the gate, tests/integration/test_failing_samples.py
+and, on a cluster, tests/kubernetes/test_hostile.py try what ends like them.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +12,7 @@ import pytest
 from nexrl.errors import TrainingFailedError
 from tests.support.runs import NAME, nexrl, processes_in, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.gate]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 SHORT = "rollout.timeoutSeconds=5"
 """Speed: of rewards that never return. Others have the usual limit, because a busy machine is slow."""
@@ -54,14 +58,7 @@ FAULTS = {
 }
 
 
-IN_GATE = "loops"
-"""tests/integration/test_failing_samples.py, or on a cluster tests/kubernetes/test_hostile.py, tries what ends like the
-others. Each takes a whole run, so only `make soak-runs` tries them here."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == IN_GATE else [pytest.mark.soak]) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", FAULTS)
 async def test_run_with_a_hostile_reward_ends_and_its_status_says_why(tmp_path: Path, name: str) -> None:
     fault, file = FAULTS[name], tmp_path / "mine.py"
     file.write_text(f"{HEAD}{fault.body}\n")

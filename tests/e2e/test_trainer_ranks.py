@@ -1,4 +1,7 @@
-"""A run whose trainer has two processes learns what it learns with one, and survives the end of either."""
+"""A run whose trainer has two processes learns what it learns with one, and survives the end of either.
+
+In the gate, tests/integration/test_trainer_gang.py shows the same of a trainer without the rest of a run.
+"""
 
 import os
 import signal
@@ -10,7 +13,7 @@ from safetensors.numpy import load_file
 
 from tests.support.runs import Run, metrics_of, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.gate]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 STEPS = 12
 # One group in the engine at a time: with others in it logits differ in their last bits, and so would the samples.
@@ -31,7 +34,7 @@ TOLERANCE = 1e-4
 @pytest.mark.parametrize(
     ("setting", "leader", "killed"),
     [
-        pytest.param("trainer.processesPerReplica=2", "trainer", "trainer-rank-1", marks=pytest.mark.soak),
+        ("trainer.processesPerReplica=2", "trainer", "trainer-rank-1"),
         ("trainer.replicas=2", "trainer-0", "trainer-1"),
     ],
 )

@@ -21,9 +21,16 @@ def base() -> str:
 
 
 def landings_since(commit: str) -> int | None:
-    """Return how many landings HEAD has that `commit` has not; None if this clone has no such commit."""
-    number = _printed("rev-list", "--first-parent", "--merges", "--count", f"{commit}..HEAD")
-    return int(number) if number else None
+    """Return how many landings HEAD has that `commit` has not; None if there is no such commit.
+
+    A shallow clone may lack the commit: then all landings of the clone are newer.
+    """
+    wanted = f"{commit}..HEAD"
+    if not _printed("rev-parse", "--verify", f"{commit}^{{commit}}"):
+        if _printed("rev-parse", "--is-shallow-repository") != "true":
+            return None
+        wanted = "HEAD"
+    return int(git("rev-list", "--first-parent", "--merges", "--count", wanted))
 
 
 def _printed(*arguments: str) -> str:

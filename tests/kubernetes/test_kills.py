@@ -28,14 +28,14 @@ def test_killed_pods_come_back_and_nothing_is_lost(namespace: Namespace) -> None
 
 
 def test_redis_operator_and_then_a_whole_node_are_lost_and_no_sample_is(namespace: Namespace) -> None:
-    with applied(namespace, slow("lost-node", trainer__steps=25, checkpoint__everySteps=5)) as running:
+    with applied(namespace, slow("lost-node", trainer__steps=16, checkpoint__everySteps=4)) as running:
         running.until_step(2)
         namespace.kubectl("delete", "pod", f"{RELEASE}-redis-0", "--force", "--grace-period=0")
         namespace.kubectl("delete", "pod", "--selector", "app.kubernetes.io/component=operator", "--force")
         running.until_it_goes_on()
         namespace.kubectl("delete", "pod", *running.pods().values(), "--force", "--grace-period=0")  # as a lost node
         ended = running.until("Complete")
-        assert ended["status"]["progress"]["step"] == 25
+        assert ended["status"]["progress"]["step"] == 16
         assert_balanced(ended)
 
 

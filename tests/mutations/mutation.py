@@ -10,6 +10,7 @@ the text that takes its place (`without`). It belongs to
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Mutation:
         return f"invariant {self.invariant}: {self.guard}" if self.guard else ", ".join(self.rows)
 
 
-def load_mutations() -> list[Mutation]:
+@cache
+def load_mutations() -> Sequence[Mutation]:
     """Return all mutations, file by file. Raises ValueError that names every one out of date."""
     entries = [entry for path in sorted(FOLDER.glob("*.yaml")) for entry in parse(path.read_text())]
     return resolve(entries, find_tests(TESTS))

@@ -23,7 +23,7 @@ import time
 
 
 def slow(task: Mapping[str, object], text: str, is_finished: bool) -> dict[str, float]:
-    time.sleep(0.2)
+    time.sleep(1)
     return reward(task, text, is_finished)
 """
 

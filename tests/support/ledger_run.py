@@ -48,9 +48,14 @@ class LedgerRun:
         self.incarnation = 0
 
     async def begin(self) -> None:
-        """Resume the trainer from the newest checkpoint that the ledger knows. All older leases have expired."""
+        """Resume the trainer from the newest checkpoint that the ledger knows. All older leases have expired.
+
+        Redis may have lost the newest version: without it there is no credit for the next batch, so it is set again.
+        """
         self.now += 1000
-        self.incarnation, _ = await self.ledger.resume("", (await self.ledger.state())["durable_steps"], 0)
+        durable_steps = (await self.ledger.state())["durable_steps"]
+        self.incarnation, _ = await self.ledger.resume("", durable_steps, 0)
+        await self.ledger.set_version(durable_steps)
 
     async def batch(self) -> GrantedBatch:
         """Return the next batch. The call waits before the batch exists, which tests the wake-up."""

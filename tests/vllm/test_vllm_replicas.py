@@ -23,7 +23,6 @@ from nexrl.v1 import inference_service_pb2 as pb
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
 from nexrl.weights.publisher import WeightPublisher
 from nexrl_weight_sync.records import Replica
-from nexrl_weight_sync.weight_sync import View
 from tests.support.patience import LIMIT_SECONDS, for_minutes
 from tests.support.vllm import (
     Reference,
@@ -59,7 +58,7 @@ CONTROL_ROUTES = (
 
 
 class System:
-    """Two replicas, kept running as a supervisor would, and what they must answer."""
+    """Two replicas, and what they must answer."""
 
     def __init__(self, world: World, folder: Path) -> None:
         self.experiment = vllm_experiment()
@@ -70,36 +69,21 @@ class System:
         self.chance = random.Random(0)
         self.versions: dict[int, Any] = {}
         self._folder = folder
-        self._processes: dict[str, ExitStack] = {}
+        self._processes = ExitStack()
         self.pids: dict[str, int] = {}
         self._channels: dict[str, Any] = {}
 
     def start(self, name: str) -> None:
-        """Start a replica; one of that name ends before."""
-        self.stop(name)
-        stack = self._processes[name] = ExitStack()
-        process = stack.enter_context(replica_process(self.experiment, self._folder, name, self.world.address))
-        self.pids[name] = process.pid
+        """Start a replica."""
+        replica = replica_process(self.experiment, self._folder, name, self.world.address)
+        self.pids[name] = self._processes.enter_context(replica).pid
 
-    def stop(self, name: str) -> None:
-        """End a replica."""
-        if name in self._processes:
-            self._processes.pop(name).close()
-
-    def stop_all(self) -> None:
-        """End all replicas."""
-        for name in list(self._processes):
-            self.stop(name)
-
-    async def ready(self, *names: str, other_than: Replica | None = None) -> tuple[Replica, ...]:
-        """The replicas, once exactly those of these names are ready, and none of them is `other_than`'s process."""
-        gone = other_than.address if other_than else ""
-
-        def are_there(view: View) -> bool:
-            ready = {replica.replica_id: replica.address for replica, is_ready in view.replicas if is_ready}
-            return ready.keys() == set(names) and gone not in ready.values()
-
-        view = await self.world.until(are_there, for_minutes)
+    async def ready(self, *names: str) -> tuple[Replica, ...]:
+        """The replicas, once exactly those of these names are ready."""
+        view = await self.world.until(
+            lambda view: {replica.replica_id for replica, is_ready in view.replicas if is_ready} == {*names},
+            for_minutes,
+        )
         return tuple(replica for replica, is_ready in view.replicas if is_ready)
 
     async def publish(self, version: int) -> None:
@@ -127,7 +111,7 @@ class System:
 
     async def close(self) -> None:
         """End everything."""
-        self.stop_all()
+        self._processes.close()
         for channel in self._channels.values():
             await channel.close()
 
@@ -214,12 +198,9 @@ async def test_vllm_listens_on_a_socket_that_only_its_replica_can_open(system: S
 
 async def test_a_killed_replica_takes_its_vllm_along(system: System) -> None:
     name = NAMES[1]
-    _, killed = await system.ready(*NAMES)
+    await system.ready(*NAMES)
     descendants = psutil.Process(system.pids[name]).children(recursive=True)
     assert descendants
     os.kill(system.pids[name], signal.SIGKILL)
     gone, alive = await asyncio.to_thread(psutil.wait_procs, descendants, LIMIT_SECONDS)
     assert (len(gone), alive) == (len(descendants), [])
-    system.start(name)
-    for replica in await system.ready(*NAMES, other_than=killed):
-        await system.generate(replica)

@@ -322,6 +322,9 @@ def test_a_change_begins_where_it_left_main_or_before_the_landing(
     assert git("rev-parse", landings.base()).strip() == landed
     assert landings.landings_since(landed) == 1
     assert landings.landings_since("f" * 40) is None
+    git("clone", "-q", "--depth=2", tmp_path.as_uri(), "shallow")
+    monkeypatch.setattr(landings, "ROOT", tmp_path / "shallow")
+    assert landings.landings_since("f" * 40) == 1, "it may be older than the clone"
 
 
 def test_an_entry_of_the_list_is_read_as_it_was_printed(tmp_path: Path) -> None:
