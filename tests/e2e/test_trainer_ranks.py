@@ -1,7 +1,4 @@
-"""A run whose trainer has two processes learns what it learns with one, and survives the end of either.
-
-In the gate, tests/integration/test_trainer_gang.py shows the same of a trainer without the rest of a run.
-"""
+"""A run whose trainer has two processes learns what it learns with one, and survives the end of either."""
 
 import os
 import signal
@@ -13,7 +10,7 @@ from safetensors.numpy import load_file
 
 from tests.support.runs import Run, metrics_of, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 12
 # One group in the engine at a time: with others in it logits differ in their last bits, and so would the samples.
@@ -34,7 +31,7 @@ TOLERANCE = 1e-4
 @pytest.mark.parametrize(
     ("setting", "leader", "killed"),
     [
-        ("trainer.processesPerReplica=2", "trainer", "trainer-rank-1"),
+        pytest.param("trainer.processesPerReplica=2", "trainer", "trainer-rank-1", marks=pytest.mark.soak),
         ("trainer.replicas=2", "trainer-0", "trainer-1"),
     ],
 )

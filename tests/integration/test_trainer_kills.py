@@ -41,9 +41,10 @@ CALLS = (
     "CommitCheckpoint",
 )
 BOUNDARIES = [(name, is_seen) for name in CALLS for is_seen in (False, True)]
-"""All of them, in each step: only `make soak-trainer`."""
+"""Only `make soak-trainer` kills a trainer at all of them."""
 ONE_OF_EACH = [(name, number % 2 == 0) for number, name in enumerate(CALLS)]
-"""One of each call. Of AckTrainBatch the later: the pool has counted the step, but the trainer never hears of it."""
+"""For each call, the boundary before it or the one after its answer. For AckTrainBatch it is the one after: the pool
+has counted the step, and the trainer does not know it."""
 STEPS = len(BOUNDARIES) + EVERY_STEPS  # a death at each boundary, and a checkpoint after all of them
 
 
