@@ -42,6 +42,16 @@ class TextCodec:
         ids: list[int] = self._rust.encode(prompt).ids
         return ids
 
+    def encode_answer(self, answer: str) -> list[int]:
+        """Token ids of `answer` as a completion that the policy ends itself: the last one is the model's end token.
+
+        Raises InvalidArgumentError if the tokenizer has no end token.
+        """
+        end: int | None = self._tokenizer.eos_token_id
+        if end is None:
+            raise InvalidArgumentError("model: its tokenizer has no end token (eos_token), which ends a completion")
+        return [*self.encode(answer), end]
+
     def encode(self, text: str) -> list[int]:
         """Token ids of text in which special tokens are spelled out; none are added."""
         ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids

@@ -22,6 +22,7 @@ from nexrl.client import TrainBatchClient
 from nexrl.errors import FailedPreconditionError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.run_layout import checkpoint_path
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.rollout import DemonstrationRollout
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import train_batch_pool_service_pb2 as pb
@@ -303,7 +304,7 @@ class TrainWorker:
         await self._watch_for_untrainable(arrays)
         figures = {
             **batch.metrics,
-            **metrics.figures(),
+            **metrics.figures(has_ratios=not isinstance(self.spec.rollout, DemonstrationRollout)),
             "train_seconds": training.seconds,
             "untrainable_batches": float(self._untrainable_batches),
             "checkpointed_steps": float(max(0, self._checkpointed_step)),

@@ -59,11 +59,10 @@ class GroupProcessor(Processor):
             if not is_dropped
             for sequence in _sequences(sample, advantage)
         ]
-        metrics = {
-            "zero_variance_group_fraction": _group_share(equal_S, groups_S, batch.refilled_groups),
-            "advantage_std": float(np.concatenate(advantages).std()),
-            "reward_penalty_mean": float((batch.rewards_B - rewards_S).mean()),
-        }
+        metrics = {"reward_penalty_mean": float((batch.rewards_B - rewards_S).mean())}
+        if _compares(algorithm):
+            metrics["zero_variance_group_fraction"] = _group_share(equal_S, groups_S, batch.refilled_groups)
+            metrics["advantage_std"] = float(np.concatenate(advantages).std())
         if isinstance(algorithm, Dpo):
             return paired(batch, preference_pairs(rewards_S, groups_S, ~dropped_S), metrics)
         prepared = PreparedBatch(sequences, metrics)
@@ -233,11 +232,17 @@ def _sequences(sample: Sample, advantage: NDArray[np.float32]) -> Iterator[Train
         yield trajectory.sequence(advantages_T)
 
 
+def _compares(algorithm: AlgorithmSpec) -> bool:
+    """Return whether the loss needs samples of different rewards."""
+    return algorithm.loss != "cross_entropy"
+
+
 def _dropped(batch: Batch, equal_S: NDArray[np.bool_], algorithm: AlgorithmSpec) -> NDArray[np.bool_]:
     """Return which samples count in the baseline and are not trained."""
     truncated_S = np.array([sample.is_truncated for sample in batch.samples])
     dropped_S = np.zeros_like(equal_S)
-    if algorithm.zero_variance_groups != "keep" and algorithm.teacher is None:  # a teacher tells equal samples apart
+    is_told_apart = algorithm.teacher is not None  # samples of equal rewards, too
+    if algorithm.zero_variance_groups != "keep" and _compares(algorithm) and not is_told_apart:
         dropped_S |= equal_S & ~_stands_alone(batch, algorithm)
     if algorithm.truncated_samples == "drop":
         dropped_S |= truncated_S

@@ -14,10 +14,16 @@ from nexrl.local.child import Child
 from nexrl.local.run_folder import RunFolder
 from nexrl.run_layout import REWARD_FILE, SUMMARY_FILE
 from nexrl.spec import Experiment
+from nexrl.spec.rollout import DemonstrationRollout
 
 ENDS_STEPS = 10
 """Most steps averaged at either end of the run: one batch alone is noisy. A short run has half of its steps at each."""
-AT_ENDS = {"reward": "reward_mean", "entropy": "entropy", "degenerate groups": "zero_variance_group_fraction"}
+AT_ENDS = {
+    "reward": "reward_mean",
+    "loss": "loss",
+    "entropy": "entropy",
+    "degenerate groups": "zero_variance_group_fraction",
+}
 
 Metrics = Sequence[Mapping[str, float]]
 
@@ -56,7 +62,7 @@ def write_report(
     )
     folder.write_json(SUMMARY_FILE, summary)
     if steps:
-        plot(folder, metrics, steps)
+        plot(folder, experiment, metrics, steps)
     print_report(folder, summary)
 
 
@@ -82,13 +88,15 @@ def samples_per_second(steps: Metrics) -> float | None:
     return round(sum(line["samples"] for line in steps[1:]) / (steps[-1]["time"] - steps[0]["time"]), 1)
 
 
-def plot(folder: RunFolder, metrics: Metrics, steps: Metrics) -> None:
-    """Write reward.png: the reward of each step, and the held-out scores."""
+def plot(folder: RunFolder, experiment: Experiment, metrics: Metrics, steps: Metrics) -> None:
+    """Write reward.png: the reward of each step, or the loss of demonstrations, and the held-out scores."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot([m["step"] for m in steps], [m["reward_mean"] for m in steps], linewidth=1, label="reward (training)")
+    is_supervised = isinstance(experiment.spec.rollout, DemonstrationRollout)
+    name, key = ("loss", "loss") if is_supervised else ("reward", "reward_mean")
+    axes.plot([m["step"] for m in steps], [m[key] for m in steps], linewidth=1, label=f"{name} (training)")
     for score in ("exact", "reward"):
         points = [(m["step"], m[f"val/{score}"]) for m in metrics if f"val/{score}" in m]
         if points:
@@ -111,7 +119,9 @@ def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
         table.add_column(column)
     for name in AT_ENDS:
         key = name.replace(" ", "_")
-        table.add_row(name, *_cells([summary[f"{key}_first"], summary[f"{key}_last"]]))
+        ends = [summary[f"{key}_first"], summary[f"{key}_last"]]
+        if any(end is not None for end in ends):
+            table.add_row(name, *_cells(ends))
     for score in ("exact", "reward"):
         ends = [summary[f"heldout_{score}_first"], summary[f"heldout_{score}"]]
         if ends[0] is not None:

@@ -20,6 +20,7 @@ STALLED = "Stalled"
 """Reason of the controller when no step is made for long."""
 SHOWN = {
     "reward_mean": "reward",
+    "loss": "loss",
     "val/exact": "held-out exact",
     "val/reward": "held-out reward",
     "entropy": "entropy",

@@ -70,6 +70,13 @@ def lease() -> BatchLease:
     return BatchLease(batch_id=4, attempt=1, model_tag="default", groups=groups, data_cursor=9)
 
 
+def test_cross_entropy_trains_samples_of_equal_rewards_and_counts_no_degenerate_groups(build: Builder) -> None:
+    equal = BatchLease(groups=[Group(group_id="0", samples=[sample("0.0", 1.0)])])
+    batch, metrics = build(loss="cross_entropy", zero_variance_groups="drop").fit(equal)
+    assert batch.token_count == 2
+    assert metrics.keys().isdisjoint({"zero_variance_group_fraction", "advantage_std"})
+
+
 @pytest.mark.guide("I1", "I6")
 async def test_a_batch_becomes_advantages_by_group_with_masks_and_logprobs(build: Builder) -> None:
     batch, _ = build(advantage="group_mean", zero_variance_groups="keep").fit(lease())
