@@ -122,8 +122,8 @@ class Policy:
     async def newest_version(self) -> int:
         """Ask weight sync for the committed version; -1 if there is none.
 
-        What follows a lease of tasks gets at least the version that let the pool grant them, which `follow_replicas`
-        may learn later.
+        A call after a lease returns no older version than the one that granted the lease. `follow_replicas` may not
+        have seen it yet. Raises UnavailableError or DeadlineExceededError after STATE_SECONDS.
         """
         request = GetWeightSyncStateRequest(model_tag=self._model_tag)
         state = await call(self._weight_sync.GetWeightSyncState, request, timeout_seconds=STATE_SECONDS)

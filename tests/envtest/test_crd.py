@@ -142,6 +142,14 @@ WRONG: dict[str, tuple[Object, str]] = {
         {**SUPERVISED, "algorithm__loss": "task:loss"},
         "spec.algorithm.zeroVarianceGroups",
     ),
+    "demonstrations-chosen-by-reward": (
+        {**SUPERVISED, "data": {"type": "mock", "sampler": {"type": "difficulty"}}},
+        "spec.rollout.type",
+    ),
+    "demonstrations-with-an-advantage": (
+        {**SUPERVISED, "algorithm__advantage": "rloo"},
+        "spec.algorithm.advantage",
+    ),
     "demonstrations-corrected": (
         {**SUPERVISED, "algorithm__correction": {"vetoRatio": 0.1}},
         "spec.algorithm.correction",

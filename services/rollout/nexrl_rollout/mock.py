@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from nexrl.policy import Policy
-from nexrl.rollout_worker import RolloutWorker, scored
+from nexrl.rollout_worker import RolloutWorker, committed_version, scored
 from nexrl.spec.experiment import Experiment
 from nexrl.tasks import parse_task, trajectory_metadata
 from nexrl.text import TextCodec
@@ -27,7 +27,7 @@ class MockWorker(RolloutWorker):
 
     async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
         """One made-up trajectory for each sample."""
-        policy_version = max(0, await self._policy.newest_version())
+        policy_version = await committed_version(self._policy)
         return [self._result(lease, sample, policy_version) for sample in lease.samples]
 
     def _result(self, lease: TaskLease, sample: SampleLease, policy_version: int) -> SampleResult:

@@ -34,7 +34,13 @@ class SingleTurnWorker(RolloutWorker):
         """Draw completions and score them. A failing reward fails only its own sample."""
         task = parse_task(lease.task)
         prompt_ids = self._codec.encode_prompt(task["prompt"])
-        completions = await self._completions(lease, task, prompt_ids)
+        completions = await self._policy.generate(
+            prompt_ids,
+            len(lease.samples),
+            Sampling.of(lease, max_new_tokens=self._rollout.max_new_tokens),
+            seeds=[draw_seed(self._seed, sample.sample_id, sample.attempt) for sample in lease.samples],
+            timeout_seconds=self._rollout.timeout_seconds,
+        )
         decoded = self._codec.decode([completion.token_ids for completion in completions])
         texts = [text_before_stop(text, lease.stop) for text in decoded]
         # A slow reward must delay neither the renewal of leases nor other groups.
@@ -56,18 +62,6 @@ class SingleTurnWorker(RolloutWorker):
             )
             results.append(scored(sample, [trajectory], completion.finish_reason))
         return results
-
-    async def _completions(
-        self, lease: TaskLease, task: Mapping[str, Any], prompt_ids: Sequence[int]
-    ) -> Sequence[GeneratedCompletion]:
-        """Return a completion of the prompt for each sample of the lease."""
-        return await self._policy.generate(
-            prompt_ids,
-            len(lease.samples),
-            Sampling.of(lease, max_new_tokens=self._rollout.max_new_tokens),
-            seeds=[draw_seed(self._seed, sample.sample_id, sample.attempt) for sample in lease.samples],
-            timeout_seconds=self._rollout.timeout_seconds,
-        )
 
     def _score(
         self, task: Mapping[str, Any], texts: Sequence[str], completions: Sequence[GeneratedCompletion]

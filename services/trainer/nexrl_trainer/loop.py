@@ -53,6 +53,9 @@ MAX_DROPS_IN_A_ROW = 3
 """If so many batches are dropped one after another, the fault is in the weights or the settings, not in a batch. A
 checkpoint contains the count, because a new process must not start it again."""
 
+OF_SAMPLES = frozenset({"reward_mean", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl"})
+"""Figures of what the policy has sampled, which demonstrations do not have."""
+
 STEP = Gauge("nexrl_trainer_step", "Optimizer steps made.")
 
 ResultT = TypeVar("ResultT")
@@ -304,11 +307,13 @@ class TrainWorker:
         await self._watch_for_untrainable(arrays)
         figures = {
             **batch.metrics,
-            **metrics.figures(has_ratios=not isinstance(self.spec.rollout, DemonstrationRollout)),
+            **metrics.figures(),
             "train_seconds": training.seconds,
             "untrainable_batches": float(self._untrainable_batches),
             "checkpointed_steps": float(max(0, self._checkpointed_step)),
         }
+        if isinstance(self.spec.rollout, DemonstrationRollout):
+            figures = {name: value for name, value in figures.items() if name not in OF_SAMPLES}
         self._progress.add(self.learner.step, figures)
         await asyncio.gather(self._post(figures), self.publish())
 

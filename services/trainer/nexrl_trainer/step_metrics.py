@@ -18,8 +18,6 @@ from nexrl_trainer.objective import ObjectiveTerms
 from nexrl_trainer.ranks import Ranks
 
 _MEANS = ("entropy", "reference_kl", "ratio_mean", "mismatch_kl", "clip_fraction", "left_out_fraction")
-RATIOS = ("ratio_mean", "ratio_min", "ratio_max", "mismatch_kl")
-"""Figures that compare with the probabilities that the rollout recorded."""
 _OVER_TOKENS = (*_MEANS, "ratio_min", "ratio_max")
 
 
@@ -70,12 +68,9 @@ class StepMetrics(LossMetrics, OptimizerMetrics):
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
 
-    def figures(self, *, has_ratios: bool = True) -> dict[str, float]:
-        """Return the figures by name. Means over tokens are left out if no token was trained.
-
-        So are RATIOS, unless `has_ratios`: tokens that no rollout drew have none.
-        """
-        left_out = (*(() if self.token_count else _OVER_TOKENS), *(() if has_ratios else RATIOS))
+    def figures(self) -> dict[str, float]:
+        """Return the figures by name. Means over tokens are left out if no token was trained."""
+        left_out = () if self.token_count else _OVER_TOKENS
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 

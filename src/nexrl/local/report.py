@@ -14,7 +14,6 @@ from nexrl.local.child import Child
 from nexrl.local.run_folder import RunFolder
 from nexrl.run_layout import REWARD_FILE, SUMMARY_FILE
 from nexrl.spec import Experiment
-from nexrl.spec.rollout import DemonstrationRollout
 
 ENDS_STEPS = 10
 """Most steps averaged at either end of the run: one batch alone is noisy. A short run has half of its steps at each."""
@@ -46,7 +45,7 @@ def write_report(
 ) -> None:
     """Write summary.json and reward.png, and print the table."""
     metrics = folder.metrics()
-    steps = [line for line in metrics if "reward_mean" in line]
+    steps = [line for line in metrics if "samples" in line]
     began = time.time() - wall_seconds
     made = [line for line in steps if line["time"] >= began]  # a resumed run also has steps from before it was resumed
     summary = (
@@ -62,7 +61,7 @@ def write_report(
     )
     folder.write_json(SUMMARY_FILE, summary)
     if steps:
-        plot(folder, experiment, metrics, steps)
+        plot(folder, metrics, steps)
     print_report(folder, summary)
 
 
@@ -88,14 +87,13 @@ def samples_per_second(steps: Metrics) -> float | None:
     return round(sum(line["samples"] for line in steps[1:]) / (steps[-1]["time"] - steps[0]["time"]), 1)
 
 
-def plot(folder: RunFolder, experiment: Experiment, metrics: Metrics, steps: Metrics) -> None:
+def plot(folder: RunFolder, metrics: Metrics, steps: Metrics) -> None:
     """Write reward.png: the reward of each step, or the loss of demonstrations, and the held-out scores."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    is_supervised = isinstance(experiment.spec.rollout, DemonstrationRollout)
-    name, key = ("loss", "loss") if is_supervised else ("reward", "reward_mean")
+    name, key = ("reward", "reward_mean") if "reward_mean" in steps[0] else ("loss", "loss")
     axes.plot([m["step"] for m in steps], [m[key] for m in steps], linewidth=1, label=f"{name} (training)")
     for score in ("exact", "reward"):
         points = [(m["step"], m[f"val/{score}"]) for m in metrics if f"val/{score}" in m]
@@ -117,11 +115,11 @@ def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     averaged = "step" if summary["steps_averaged"] == 1 else f"{summary['steps_averaged']} steps"
     for column in ("", f"first {averaged}", f"last {averaged}"):
         table.add_column(column)
+    hidden = "reward" if summary["reward_first"] is None else "loss"  # a policy loss says little
     for name in AT_ENDS:
         key = name.replace(" ", "_")
-        ends = [summary[f"{key}_first"], summary[f"{key}_last"]]
-        if any(end is not None for end in ends):
-            table.add_row(name, *_cells(ends))
+        if name != hidden:
+            table.add_row(name, *_cells([summary[f"{key}_first"], summary[f"{key}_last"]]))
     for score in ("exact", "reward"):
         ends = [summary[f"heldout_{score}_first"], summary[f"heldout_{score}"]]
         if ends[0] is not None:

@@ -21,15 +21,6 @@ RULES: Sequence[Rule] = (
         "each character once",
     ),
     Rule("rollout", "systemPrompt", "!has(self.systemPrompt) || self.chat", "requires rollout.chat: true"),
-    *(
-        Rule(
-            "rollout",
-            key,
-            f"self.type != 'demonstrations' || self.{key} == {whole}",
-            f"nothing is sampled; use {whole}",
-        )
-        for key, whole in (("temperature", "1.0"), ("topP", "1.0"), ("topK", "0"))
-    ),
     Rule(
         "trajectoryPool",
         "groupSize",

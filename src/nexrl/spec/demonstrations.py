@@ -1,4 +1,4 @@
-"""What supervised fine-tuning (rollout.type demonstrations) requires of the sections after `rollout`.
+"""What supervised fine-tuning (rollout.type demonstrations) requires.
 
 Nothing is sampled from the policy. So a task has one sample, and there are neither probabilities of a rollout to
 compare with nor rewards to learn from.
@@ -7,8 +7,10 @@ compare with nor rewards to learn from.
 from collections.abc import Iterator
 from functools import singledispatch
 
-from nexrl.spec.algorithm import AlgorithmSpec, OwnLoss
+from nexrl.spec.algorithm import AlgorithmSpec, Grpo, OwnLoss
 from nexrl.spec.correction import CorrectionSpec
+from nexrl.spec.data import DataSpec, FileDataSpec
+from nexrl.spec.rollout import RolloutSpec
 from nexrl.spec.section import Section, refuse_key
 from nexrl.spec.trajectory_pool import TrajectoryPoolSpec
 from nexrl.spec.weight_sync import FullyAsyncWeightSync, WeightSyncSpec
@@ -19,9 +21,29 @@ _CEL_CORRECTION = (
 )
 
 
+def check_data(data: DataSpec | None) -> None:
+    """Raise the error of the validator of `rollout` if the tasks are no demonstrations."""
+    if isinstance(data, FileDataSpec) and not data.answer_field:
+        raise refuse_key("type", "demonstrations", "the answers are trained, and data.answerField is empty; name it")
+    if data is not None and data.sampler is not None:
+        reason = "demonstrations have no rewards, by which data.sampler chooses; remove it"
+        raise refuse_key("type", "demonstrations", reason)
+
+
 @singledispatch
 def check(section: Section) -> None:
     """Raise the error of a validator if a section of the experiment does not fit demonstrations."""
+
+
+@check.register
+def _(rollout: RolloutSpec) -> None:
+    for key, value, needed in (
+        ("temperature", rollout.temperature, 1),
+        ("topP", rollout.top_p, 1),
+        ("topK", rollout.top_k, 0),
+    ):
+        if value != needed:
+            raise refuse_key(key, value, f"demonstrations are not sampled; use {needed}")
 
 
 @check.register
@@ -40,6 +62,8 @@ def _(algorithm: AlgorithmSpec) -> None:
     if is_own and algorithm.processor == "builtin" and algorithm.zero_variance_groups != "keep":
         reason = "a demonstration is compared with no other, so none would be trained; use keep"
         raise refuse_key("zeroVarianceGroups", algorithm.zero_variance_groups, reason)
+    if isinstance(algorithm, Grpo) and algorithm.advantage != "group_mean":
+        raise refuse_key("advantage", algorithm.advantage, "demonstrations have no rewards; remove it")
     if algorithm.correction != CorrectionSpec():
         raise refuse_key("correction", algorithm.correction.model_dump(), "demonstrations have no ratio; remove it")
     if algorithm.kl_coefficient > 0 and algorithm.kl_estimator == "k3_unbiased":
@@ -60,7 +84,19 @@ def _(weight_sync: WeightSyncSpec) -> None:
 
 
 def cel_conditions() -> Iterator[tuple[str, str, str]]:
-    """Yield the same as CEL: the field of the spec, the condition that must hold, and what else is reported."""
+    """Yield the same rules as CEL: the field of the spec, the condition that must hold, and the message."""
+    for key, needed in (("temperature", "1.0"), ("topP", "1.0"), ("topK", "0")):
+        yield f"rollout.{key}", f"self.rollout.{key} == {needed}", f"demonstrations are not sampled; use {needed}"
+    yield (
+        "rollout.type",
+        "!has(self.data.sampler)",
+        "demonstrations have no rewards, by which data.sampler chooses; remove it",
+    )
+    yield (
+        "algorithm.advantage",
+        "!has(self.algorithm.advantage) || self.algorithm.advantage == 'group_mean'",
+        "demonstrations have no rewards; remove it",
+    )
     yield (
         "rollout.type",
         "!has(self.data.answerField) || self.data.answerField != ''",

@@ -16,7 +16,7 @@ from nexrl.spec import demonstrations
 from nexrl.spec.advantages import BATCH_BASELINES, GROUP_BASELINES, TURN_BASELINE
 from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl.spec.cluster import CodeFiles, ControllerSpec, StorageSpec
-from nexrl.spec.data import DataSpec, FileDataSpec
+from nexrl.spec.data import DataSpec
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.model import ModelSpec, ScratchModel
 from nexrl.spec.monitor import FailurePolicySpec, LoggerSpec, MonitorSpec
@@ -139,18 +139,12 @@ class ExperimentSpec(Section):
             )
         return rollout
 
-    @field_validator("rollout")
-    @classmethod
-    def _has_demonstrations(cls, rollout: RolloutSpec, info: ValidationInfo) -> RolloutSpec:
-        data: DataSpec | None = info.data.get("data")
-        if isinstance(rollout, DemonstrationRollout) and isinstance(data, FileDataSpec) and not data.answer_field:
-            raise refuse_key("type", rollout.type, "the answers are trained, and data.answerField is empty; name it")
-        return rollout
-
-    @field_validator("trajectory_pool", "algorithm", "weight_sync")
+    @field_validator("rollout", "trajectory_pool", "algorithm", "weight_sync")
     @classmethod
     def _fits_demonstrations(cls, section: Section, info: ValidationInfo) -> Section:
-        if isinstance(info.data.get("rollout"), DemonstrationRollout):
+        if isinstance(section, DemonstrationRollout):
+            demonstrations.check_data(info.data.get("data"))
+        if isinstance(info.data.get("rollout", section), DemonstrationRollout):
             demonstrations.check(section)
         return section
 

@@ -1,11 +1,11 @@
 """`spec.rollout`: how samples are produced."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from nexrl.spec.cluster import Template
-from nexrl.spec.section import LIVE, ROLLING, Count, Reference, Seconds, Text, code, refuse, refuse_key, written_out
+from nexrl.spec.section import LIVE, ROLLING, Count, Reference, Seconds, Text, code, refuse, written_out
 from nexrl.spec.variants import VariantSection
 
 REWARD = code("a function", "task", "text", "is_finished")
@@ -102,28 +102,16 @@ class SimpleRollout(ScoredRollout):
 
 
 class DemonstrationRollout(ScoredRollout):
-    """The answers of the tasks are trained as completions of their prompts: supervised fine-tuning.
+    """The answers of the tasks are trained as completions of their prompts (supervised fine-tuning).
 
-    Only validation samples from the policy. See nexrl.spec.demonstrations for what it requires of other sections.
+    The policy is sampled for validation only.
     """
 
     type: Literal["demonstrations"] = Field(description="Supervised fine-tuning.")
     reward: Annotated[Reference, REWARD] = Field(
         default="nexrl.rewards:exact_match",
-        description="`module:function` that returns the reward of a completion in a validation; demonstrations are "
-        "scored with it too, which trains nothing.",
+        description="`module:function` that returns the reward of a completion in a validation.",
     )
-
-    @model_validator(mode="after")
-    def _samples_nothing(self) -> Self:
-        for key, value, whole in (
-            ("temperature", self.temperature, 1),
-            ("topP", self.top_p, 1),
-            ("topK", self.top_k, 0),
-        ):
-            if value != whole:
-                raise refuse_key(key, value, f"demonstrations are not sampled from the policy; use {whole}")
-        return self
 
 
 class AgentRollout(RolloutSpec):

@@ -56,6 +56,7 @@ def test_supervised_fine_tuning_needs_no_advantage_and_no_further_keys(
         ("trajectoryPool", {"groupSize": 4}, "groupSize", "4 is not allowed: a task has one demonstration"),
         ("algorithm", {"loss": "ppo_clip"}, "loss", "use cross_entropy"),
         ("algorithm", {"loss": "dpo"}, "loss", "use cross_entropy"),
+        ("algorithm", {"advantage": "rloo"}, "advantage", "have no rewards; remove it"),
         ("algorithm", {"correction": {"vetoRatio": 0.1}}, "correction", "have no ratio; remove it"),
         ("algorithm", {"klCoefficient": 0.1, "klEstimator": "k3_unbiased"}, "klEstimator", "use k2 or k3"),
         ("algorithm", {"klRewardCoefficient": 0.1}, "klRewardCoefficient", "no reward is trained"),
@@ -82,6 +83,12 @@ def test_a_teacher_judges_no_demonstrations(tmp_path: Path) -> None:
     keys = {"loss": "mine:loss", "zeroVarianceGroups": "keep", "teacher": {"path": "package:nexrl"}}
     (found,) = problems(tmp_path, algorithm=keys)
     assert found.field == "spec.algorithm.teacher"
+
+
+@pytest.mark.parametrize("sampler", [{"type": "difficulty"}, {"type": "python", "function": "mine:weights"}])
+def test_a_sampler_finds_no_rewards_of_demonstrations(tmp_path: Path, sampler: dict[str, Any]) -> None:
+    found = problems(tmp_path, data={"sampler": sampler})
+    assert ("spec.rollout.type", True) in [(each.field, "data.sampler chooses" in each.description) for each in found]
 
 
 def test_a_file_without_answers_has_no_demonstrations(tmp_path: Path) -> None:

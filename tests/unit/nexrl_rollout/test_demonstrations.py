@@ -10,11 +10,13 @@ from nexrl.errors import InvalidArgumentError
 from nexrl.policy import Policy
 from nexrl.rewards import exact_match
 from nexrl.rollout_worker import NotAttemptedError
+from nexrl.rpc.client import connect
 from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.activity_service_pb2 import Module
 from nexrl.v1.trajectory_pb2 import PURPOSE_VALIDATION, VERDICT_OK, VERDICT_TRUNCATED
 from nexrl_rollout.demonstrations import DemonstrationWorker
+from nexrl_rollout.mock import MockWorker
 from nexrl_rollout.user_threads import ThreadLimits, UserThreads
 from tests.support.rollout import FakeEngine, experiment, policy_over, task_lease
 from tests.support.tokenizers import chat_tokenizer
@@ -71,15 +73,47 @@ async def test_a_validation_samples_from_the_policy() -> None:
     assert (result.trajectories[0].response, result.trajectories[0].logprobs[-1] < 0) == ("21", True)
 
 
-async def test_a_task_without_a_usable_demonstration_is_refused_by_its_name() -> None:
+async def test_the_text_of_a_demonstration_is_what_is_trained_of_it() -> None:
+    lease = task_lease(0, 1, prompt="12", answer="2.1")
+    lease.stop.append(".")  # which ends completions of the policy
     async with policy_over(FakeEngine()) as policy:
-        worker = demonstrations(policy)
-        lease = task_lease(0, 1)
-        lease.task.item_json = json.dumps({"prompt": "12"})
-        with pytest.raises(InvalidArgumentError, match="task train-0: answer: missing"):
-            await worker.rollout(lease)
+        (result,) = await demonstrations(policy).rollout(lease)
+    assert result.trajectories[0].response == "2.1"
+
+
+@pytest.mark.parametrize("spelled", ["7", "7<eos>"])
+async def test_a_demonstration_has_one_end_token(spelled: str) -> None:
+    assert SCRATCH.encode_answer(spelled) == [*SCRATCH.encode("7"), EOS]
+
+
+@pytest.mark.parametrize(
+    ("answer", "trained"), [(7, "7"), (0.5, "0.5"), (None, None), (True, None), ([7], None), ({"x": 1}, None)]
+)
+async def test_a_demonstration_is_text_or_a_number(answer: object, trained: str | None) -> None:
+    lease = task_lease(0, 1)
+    lease.task.item_json = json.dumps({"prompt": "12", "answer": answer})
+    async with policy_over(FakeEngine()) as policy:
+        if trained is not None:
+            (result,) = await demonstrations(policy).rollout(lease)
+            assert result.trajectories[0].response == trained
+            return
+        with pytest.raises(InvalidArgumentError, match="task train-0: answer: .*; a demonstration is text or a number"):
+            await demonstrations(policy).rollout(lease)
+
+
+async def test_a_prompt_without_room_for_an_answer_is_refused_by_its_name() -> None:
+    async with policy_over(FakeEngine()) as policy:
         with pytest.raises(InvalidArgumentError, match="task train-1: prompt: 257 tokens; at most 255"):
-            await worker.rollout(task_lease(1, 1, prompt="1" * 256))
+            await demonstrations(policy).rollout(task_lease(1, 1, prompt="1" * 256))
+
+
+@pytest.mark.guide("Q8")
+async def test_no_attempt_is_counted_while_weight_sync_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexrl.policy.STATE_SECONDS", 0.1)
+    async with connect("127.0.0.1:1") as channel:
+        for worker in (demonstrations(Policy(channel)), MockWorker(Policy(channel), SCRATCH, experiment(type="mock"))):
+            with pytest.raises(NotAttemptedError, match="weight sync: "):
+                await worker.rollout(task_lease(0, 1))
 
 
 async def test_nothing_is_attempted_while_no_version_is_committed() -> None:
