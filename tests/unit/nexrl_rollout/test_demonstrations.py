@@ -97,7 +97,9 @@ async def test_a_demonstration_is_text_or_a_number(answer: object, trained: str 
             (result,) = await demonstrations(policy).rollout(lease)
             assert result.trajectories[0].response == trained
             return
-        with pytest.raises(InvalidArgumentError, match="task train-0: answer: .*; a demonstration is text or a number"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"task train-0: answer: .*; a demonstration is text or a number"
+        ):
             await demonstrations(policy).rollout(lease)
 
 
