@@ -13,7 +13,7 @@ import grpc
 
 from nexrl.activity import ActivityTracker
 from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError, UnavailableError
-from nexrl.rpc.client import connect, new_request_id, shows_token, watch
+from nexrl.rpc.client import call, connect, new_request_id, shows_token, watch
 from nexrl.rpc.status import error_from_call
 from nexrl.transcript import check_completion
 from nexrl.v1.activity_service_pb2 import Module
@@ -21,11 +21,12 @@ from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from nexrl.v1.inference_service_pb2_grpc import InferenceServiceStub
 from nexrl.v1.policy_pb2 import Replica
 from nexrl.v1.trajectory_pb2 import TaskLease
-from nexrl.v1.weight_sync_service_pb2 import WatchReplicasRequest
+from nexrl.v1.weight_sync_service_pb2 import GetWeightSyncStateRequest, WatchReplicasRequest
 from nexrl.v1.weight_sync_service_pb2_grpc import WeightSyncServiceStub
 
 log = logging.getLogger(__name__)
 
+STATE_SECONDS = 30.0
 MAX_CALL_SECONDS = 3000.0  # gRPC rounds long deadlines up; servers refuse more than 3600
 FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 2.0
@@ -117,6 +118,16 @@ class Policy:
         )
         with self._activity.in_flight("generate", waiting_on="inference"):
             return await self._generate(request, time.monotonic() + min(timeout_seconds, MAX_CALL_SECONDS))
+
+    async def newest_version(self) -> int:
+        """Ask weight sync for the committed version; -1 if there is none.
+
+        A call after a lease returns no older version than the one that granted the lease. `follow_replicas` may not
+        have seen it yet. Raises UnavailableError or DeadlineExceededError after STATE_SECONDS.
+        """
+        request = GetWeightSyncStateRequest(model_tag=self._model_tag)
+        state = await call(self._weight_sync.GetWeightSyncState, request, timeout_seconds=STATE_SECONDS)
+        return state.committed_version
 
     async def wait_gate(self) -> None:
         """Wait until weight sync lets rollouts take work: see WeightSyncService.CheckRolloutStatus."""

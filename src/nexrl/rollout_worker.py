@@ -30,6 +30,7 @@ from nexrl.column_proto import encode_columns
 from nexrl.errors import InvalidArgumentError, NexrlError
 from nexrl.exception_text import exception_text
 from nexrl.policy import Policy, Sampling, draw_seed
+from nexrl.rpc.client import is_passing
 from nexrl.spec.experiment import Experiment
 from nexrl.tasks import parse_task, trajectory_metadata
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion
@@ -123,6 +124,23 @@ def load_worker(reference: str, folder: Path, context: WorkerContext) -> Rollout
         return found(context)  # type: ignore[call-arg]  # its own constructor, as documented
     except USER_CODE_ERRORS as error:
         raise InvalidArgumentError(f"rollout.worker {reference}: {exception_text(error)}") from error
+
+
+async def committed_version(policy: Policy) -> int:
+    """Return the policy version that a sample must name which no engine generated.
+
+    It is at least the version that let the pool grant the sample, so mode sync does not drop it as stale. Raises
+    NotAttemptedError if weight sync cannot be asked, or has committed none.
+    """
+    try:
+        version = await policy.newest_version()
+    except NexrlError as error:
+        if is_passing(error):
+            raise NotAttemptedError(f"weight sync: {error}") from error
+        raise
+    if version < 0:
+        raise NotAttemptedError("no policy version is committed")
+    return version
 
 
 def with_columns(trajectory: Trajectory, columns: Mapping[str, ArrayLike]) -> Trajectory:

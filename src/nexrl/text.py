@@ -42,6 +42,19 @@ class TextCodec:
         ids: list[int] = self._rust.encode(prompt).ids
         return ids
 
+    def encode_answer(self, answer: str) -> list[int]:
+        """Token ids of `answer` as a completion that the policy ends itself: the model's end token is the last one.
+
+        It is added unless the answer spells it out.
+
+        Raises InvalidArgumentError if the tokenizer has no end token.
+        """
+        end: int | None = self._tokenizer.eos_token_id
+        if end is None:
+            raise InvalidArgumentError("model: its tokenizer has no end token (eos_token), which ends a completion")
+        ids = self.encode(answer)
+        return ids if ids[-1:] == [end] else [*ids, end]
+
     def encode(self, text: str) -> list[int]:
         """Token ids of text in which special tokens are spelled out; none are added."""
         ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids

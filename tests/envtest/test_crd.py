@@ -18,6 +18,7 @@ Object = dict[str, Any]
 EXAMPLES = [
     "examples/sort-digits.yaml",
     "examples/sort-digits/experiment.yaml",
+    "examples/sort-digits/demonstrations.yaml",
     "examples/smollm2-arithmetic.yaml",
     "examples/lora-sums/experiment.yaml",
     "tests/e2e/copy-digits.yaml",
@@ -54,7 +55,21 @@ async def test_a_file_of_nexrl_run_is_taken_as_it_is(api: Api, path: str) -> Non
     assert again.spec == parse_experiment(item, Path("/")).spec  # the server's defaults are ours
 
 
+SUPERVISED: Object = {
+    "rollout__type": "demonstrations",
+    "trajectoryPool__groupSize": 1,
+    "algorithm__loss": "cross_entropy",
+}
+
+
 FINE: dict[str, Object] = {
+    "demonstrations": SUPERVISED,
+    "demonstrations-with-a-loss-of-ones-own": {
+        **SUPERVISED,
+        "algorithm__loss": "task:loss",
+        "algorithm__zeroVarianceGroups": "keep",
+    },
+    "cross-entropy-of-groups-of-one": {"trajectoryPool__groupSize": 1, "algorithm__loss": "cross_entropy"},
     "path": {"model__scratch": ..., "model__path": "/models/x"},
     "agent": {"rollout__type": "agent", "rollout__environment": "game:Game"},
     "system-prompt": {"rollout__chat": True, "rollout__systemPrompt": "Be brief."},
@@ -114,6 +129,56 @@ async def test_what_can_run_is_taken(api: Api, changes: Object) -> None:
 
 
 WRONG: dict[str, tuple[Object, str]] = {
+    "demonstrations-at-a-temperature": ({**SUPERVISED, "rollout__temperature": 0.5}, "spec.rollout.temperature"),
+    "demonstrations-with-top-p": ({**SUPERVISED, "rollout__topP": 0.5}, "spec.rollout.topP"),
+    "demonstrations-with-top-k": ({**SUPERVISED, "rollout__topK": 5}, "spec.rollout.topK"),
+    "demonstrations-without-answers": (
+        {**SUPERVISED, "data": {"type": "jsonl", "path": "/tasks.jsonl", "answerField": ""}},
+        "spec.rollout.type",
+    ),
+    "demonstrations-in-groups": ({**SUPERVISED, "trajectoryPool__groupSize": 4}, "spec.trajectoryPool.groupSize"),
+    "demonstrations-with-a-policy-loss": ({**SUPERVISED, "algorithm__loss": "cispo"}, "spec.algorithm.loss"),
+    "demonstrations-dropped-by-a-loss-of-ones-own": (
+        {**SUPERVISED, "algorithm__loss": "task:loss"},
+        "spec.algorithm.zeroVarianceGroups",
+    ),
+    "demonstrations-chosen-by-reward": (
+        {**SUPERVISED, "data": {"type": "mock", "sampler": {"type": "difficulty"}}},
+        "spec.rollout.type",
+    ),
+    "demonstrations-with-an-advantage": (
+        {**SUPERVISED, "algorithm__advantage": "rloo"},
+        "spec.algorithm.advantage",
+    ),
+    "demonstrations-corrected": (
+        {**SUPERVISED, "algorithm__correction": {"vetoRatio": 0.1}},
+        "spec.algorithm.correction",
+    ),
+    "demonstrations-with-a-ratio": (
+        {**SUPERVISED, "algorithm__klCoefficient": 0.1, "algorithm__klEstimator": "k3_unbiased"},
+        "spec.algorithm.klEstimator",
+    ),
+    "demonstrations-taught": (
+        {
+            **SUPERVISED,
+            "algorithm__loss": "task:loss",
+            "algorithm__zeroVarianceGroups": "keep",
+            "algorithm__teacher": {"path": "/models/teacher"},
+        },
+        "spec.algorithm.teacher",
+    ),
+    "demonstrations-with-a-kl-in-the-reward": (
+        {**SUPERVISED, "algorithm__klRewardCoefficient": 0.1},
+        "spec.algorithm.klRewardCoefficient",
+    ),
+    "demonstrations-with-a-penalty": (
+        {**SUPERVISED, "algorithm__overlongPenalty": {"afterTokens": 1, "fullTokens": 2}},
+        "spec.algorithm.overlongPenalty",
+    ),
+    "demonstrations-that-age": (
+        {**SUPERVISED, "weightSync": {"mode": "fully-async", "stalenessThreshold": 1}},
+        "spec.weightSync.mode",
+    ),
     "no-source": ({"model__scratch": ...}, "spec.model.scratch"),
     "two-sources": ({"model__path": "/models/x"}, "spec.model.scratch"),
     "heads": ({"model__scratch__heads": 3}, "spec.model.scratch.heads"),

@@ -139,6 +139,11 @@ class FakeWeightSync(Fake):
         )
         await self._notify()
 
+    async def GetWeightSyncState(
+        self, request: weight_sync.GetWeightSyncStateRequest, context: Context
+    ) -> weight_sync.GetWeightSyncStateResponse:
+        return weight_sync.GetWeightSyncStateResponse(committed_version=self._state.committed_version)
+
     async def WatchReplicas(
         self, request: weight_sync.WatchReplicasRequest, context: Context
     ) -> AsyncIterator[weight_sync.WatchReplicasResponse]:
@@ -309,19 +314,20 @@ async def following_policy(weight_sync_address: str, **settings: Any) -> AsyncIt
 
 
 @asynccontextmanager
-async def policy_over(*engines: FakeEngine, **settings: Any) -> AsyncIterator[Policy]:
+async def policy_over(*engines: FakeEngine, committed_version: int = 0, **settings: Any) -> AsyncIterator[Policy]:
     """Open a policy over engines that are ready. Its first request waits until the policy knows all of them."""
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(serving(engine)) for engine in engines]
         registry = FakeWeightSync()
-        await registry.set(*(replica(f"replica-{index}", address) for index, address in enumerate(addresses)))
+        replicas = [replica(f"replica-{index}", address) for index, address in enumerate(addresses)]
+        await registry.set(*replicas, committed_version=committed_version)
         policy = await stack.enter_async_context(
             following_policy(await stack.enter_async_context(serving(registry)), **settings)
         )
         yield policy
 
 
-def experiment(**rollout: Any) -> Experiment:
+def experiment(*, group_size: int = 4, loss: str = "ppo_clip", **rollout: Any) -> Experiment:
     """Return a small experiment with this rollout section."""
     return Experiment.model_validate(
         {
@@ -332,7 +338,8 @@ def experiment(**rollout: Any) -> Experiment:
                 "model": {"scratch": {"alphabet": ALPHABET, "maxPositions": 256}},
                 "data": {"type": "mock"},
                 "rollout": {"maxNewTokens": 16, **rollout},
-                "trajectoryPool": {"batchSize": 16, "groupSize": 4},
+                "trajectoryPool": {"batchSize": 16, "groupSize": group_size},
+                "algorithm": {"loss": loss},
                 "inference": {"maxTokensPerRow": 256},
                 "trainer": {"steps": 1},
             },

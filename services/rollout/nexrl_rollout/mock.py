@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from nexrl.policy import Policy
-from nexrl.rollout_worker import RolloutWorker, scored
+from nexrl.rollout_worker import RolloutWorker, committed_version, scored
 from nexrl.spec.experiment import Experiment
 from nexrl.tasks import parse_task, trajectory_metadata
 from nexrl.text import TextCodec
@@ -27,16 +27,17 @@ class MockWorker(RolloutWorker):
 
     async def rollout(self, lease: TaskLease) -> Sequence[SampleResult]:
         """One made-up trajectory for each sample."""
-        return [self._result(lease, sample) for sample in lease.samples]
+        policy_version = await committed_version(self._policy)
+        return [self._result(lease, sample, policy_version) for sample in lease.samples]
 
-    def _result(self, lease: TaskLease, sample: SampleLease) -> SampleResult:
+    def _result(self, lease: TaskLease, sample: SampleLease, policy_version: int) -> SampleResult:
         draw = random.Random(sample.sample_id)
         task = parse_task(lease.task)
         length = draw.randint(1, self._max_tokens)
         completion = GeneratedCompletion(
             token_ids=[draw.randrange(self._codec.vocabulary_size) for _ in range(length)],
             logprobs=[-draw.random() for _ in range(length)],
-            policy_versions=[max(0, self._policy.committed_version)] * length,
+            policy_versions=[policy_version] * length,
             finish_reason="stop",
             # The pool refuses tokens that were drawn otherwise than the experiment asks for.
             draw=Draw(

@@ -7,11 +7,12 @@ from nexrl.rewards import load_reward
 from nexrl.rollout_worker import RolloutWorker, WorkerContext, load_worker
 from nexrl.rpc.server import ServiceProcess, run_service
 from nexrl.spec.experiment import Experiment
-from nexrl.spec.rollout import AgentRollout, ExternalRollout, ScoredRollout, WorkerRollout
+from nexrl.spec.rollout import AgentRollout, DemonstrationRollout, ExternalRollout, ScoredRollout, WorkerRollout
 from nexrl.text import TextCodec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
 from nexrl_rollout.agent import AgentWorker
+from nexrl_rollout.demonstrations import DemonstrationWorker
 from nexrl_rollout.external import ExternalWorker
 from nexrl_rollout.gateway import Gateway
 from nexrl_rollout.mock import MockWorker
@@ -64,6 +65,9 @@ async def _build_worker(process: ServiceProcess, policy: Policy) -> RolloutWorke
     experiment, rollout = process.experiment, process.experiment.spec.rollout
     codec = TextCodec(build_tokenizer(experiment.spec.model), chat=rollout.chat, system_prompt=rollout.system_prompt)
     match rollout:
+        case DemonstrationRollout():
+            reward = load_reward(rollout.reward, experiment.folder)
+            return DemonstrationWorker(policy, codec, reward, _user_threads(process), experiment)
         case ScoredRollout():
             reward = load_reward(rollout.reward, experiment.folder)
             return SingleTurnWorker(policy, codec, reward, _user_threads(process), experiment)

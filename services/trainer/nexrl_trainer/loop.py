@@ -22,6 +22,7 @@ from nexrl.client import TrainBatchClient
 from nexrl.errors import FailedPreconditionError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.run_layout import checkpoint_path
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.rollout import DemonstrationRollout
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import train_batch_pool_service_pb2 as pb
@@ -51,6 +52,9 @@ UNTRAINABLE_BATCHES = 10
 MAX_DROPS_IN_A_ROW = 3
 """If so many batches are dropped one after another, the fault is in the weights or the settings, not in a batch. A
 checkpoint contains the count, because a new process must not start it again."""
+
+OF_SAMPLES = frozenset({"reward_mean", "ratio_mean", "ratio_min", "ratio_max", "mismatch_kl"})
+"""Figures of what the policy has sampled, which demonstrations do not have."""
 
 STEP = Gauge("nexrl_trainer_step", "Optimizer steps made.")
 
@@ -308,6 +312,8 @@ class TrainWorker:
             "untrainable_batches": float(self._untrainable_batches),
             "checkpointed_steps": float(max(0, self._checkpointed_step)),
         }
+        if isinstance(self.spec.rollout, DemonstrationRollout):
+            figures = {name: value for name, value in figures.items() if name not in OF_SAMPLES}
         self._progress.add(self.learner.step, figures)
         await asyncio.gather(self._post(figures), self.publish())
 

@@ -52,6 +52,7 @@ class GroupProcessor(Processor):
             # A sample counts once in its group's baseline, however many trajectories it has.
             advantages = list(self.context.advantage(rewards_S, groups_S)[:, np.newaxis])
             equal_S = zero_variance_samples(batch.rewards_B, groups_S)  # penalties, such as a KL estimate, are noise
+        equal_S &= ~_stands_alone(batch, algorithm)
         dropped_S = _dropped(batch, equal_S, algorithm)
         sequences = [
             sequence
@@ -238,15 +239,16 @@ def _dropped(batch: Batch, equal_S: NDArray[np.bool_], algorithm: AlgorithmSpec)
     truncated_S = np.array([sample.is_truncated for sample in batch.samples])
     dropped_S = np.zeros_like(equal_S)
     if algorithm.zero_variance_groups != "keep" and algorithm.teacher is None:  # a teacher tells equal samples apart
-        dropped_S |= equal_S & ~_stands_alone(batch, algorithm)
+        dropped_S |= equal_S
     if algorithm.truncated_samples == "drop":
         dropped_S |= truncated_S
     return dropped_S
 
 
 def _stands_alone(batch: Batch, algorithm: AlgorithmSpec) -> NDArray[np.bool_]:
-    """Return which samples have none beside them, under an advantage that may need none: ours would be 0."""
-    if isinstance(algorithm, Grpo) and algorithm.advantage in ADVANTAGES:
+    """Return which samples have none beside them, and need none. Advantages of ours do: they would be 0."""
+    is_compared = isinstance(algorithm, Grpo) and algorithm.advantage in ADVANTAGES
+    if is_compared and algorithm.loss != "cross_entropy":
         return np.zeros(len(batch.samples), np.bool_)
     sizes = np.array([len(group) for group in batch.groups])
     alone_S: NDArray[np.bool_] = np.repeat(sizes == 1, sizes)

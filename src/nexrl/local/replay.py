@@ -125,8 +125,8 @@ async def replay(run: Path, sample_id: str, options: ReplayOptions) -> None:
     parts = [part for trajectory in trajectories for part in parts_of(trajectory)]
     if not parts:
         raise FailedPreconditionError(
-            f"{sample_id}: there is no record of how it was drawn; its worker must set Trajectory.completions with the "
-            "draw that the engine returns, as nexrl.transcript.Transcript does"
+            f"{sample_id}: there is no record of how it was drawn. Demonstrations are not drawn; other workers must "
+            "set Trajectory.completions with the draw that the engine returns, as nexrl.transcript.Transcript does"
         )
     decode = token_decoder(run)
     different = 0

@@ -17,7 +17,12 @@ from nexrl.spec import Experiment
 
 ENDS_STEPS = 10
 """Most steps averaged at either end of the run: one batch alone is noisy. A short run has half of its steps at each."""
-AT_ENDS = {"reward": "reward_mean", "entropy": "entropy", "degenerate groups": "zero_variance_group_fraction"}
+AT_ENDS = {
+    "reward": "reward_mean",
+    "loss": "loss",
+    "entropy": "entropy",
+    "degenerate groups": "zero_variance_group_fraction",
+}
 
 Metrics = Sequence[Mapping[str, float]]
 
@@ -40,7 +45,7 @@ def write_report(
 ) -> None:
     """Write summary.json and reward.png, and print the table."""
     metrics = folder.metrics()
-    steps = [line for line in metrics if "reward_mean" in line]
+    steps = [line for line in metrics if "samples" in line]
     began = time.time() - wall_seconds
     made = [line for line in steps if line["time"] >= began]  # a resumed run also has steps from before it was resumed
     summary = (
@@ -83,12 +88,13 @@ def samples_per_second(steps: Metrics) -> float | None:
 
 
 def plot(folder: RunFolder, metrics: Metrics, steps: Metrics) -> None:
-    """Write reward.png: the reward of each step, and the held-out scores."""
+    """Write reward.png: the reward of each step, or the loss of demonstrations, and the held-out scores."""
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot([m["step"] for m in steps], [m["reward_mean"] for m in steps], linewidth=1, label="reward (training)")
+    name, key = ("reward", "reward_mean") if "reward_mean" in steps[0] else ("loss", "loss")
+    axes.plot([m["step"] for m in steps], [m[key] for m in steps], linewidth=1, label=f"{name} (training)")
     for score in ("exact", "reward"):
         points = [(m["step"], m[f"val/{score}"]) for m in metrics if f"val/{score}" in m]
         if points:
@@ -109,9 +115,11 @@ def print_report(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     averaged = "step" if summary["steps_averaged"] == 1 else f"{summary['steps_averaged']} steps"
     for column in ("", f"first {averaged}", f"last {averaged}"):
         table.add_column(column)
+    hidden = "reward" if summary["reward_first"] is None else "loss"  # a policy loss says little
     for name in AT_ENDS:
         key = name.replace(" ", "_")
-        table.add_row(name, *_cells([summary[f"{key}_first"], summary[f"{key}_last"]]))
+        if name != hidden:
+            table.add_row(name, *_cells([summary[f"{key}_first"], summary[f"{key}_last"]]))
     for score in ("exact", "reward"):
         ends = [summary[f"heldout_{score}_first"], summary[f"heldout_{score}"]]
         if ends[0] is not None:

@@ -126,6 +126,8 @@ class RunView:
             "policy version": str(progress.policy_version),
             "samples/s": f"{self._samples_per_second():.0f}",
         }
+        if "reward_mean" not in progress.metrics and "loss" in progress.metrics:  # a policy loss says little
+            facts["loss"] = f"{progress.metrics['loss']:.3f}"
         for name, title in SHOWN.items():
             if name in progress.metrics:
                 facts[title] = f"{progress.metrics[name]:.3f}"

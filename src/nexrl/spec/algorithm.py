@@ -344,7 +344,7 @@ class Reinforce(AlgorithmSpec):
 
 
 class CrossEntropy(AlgorithmSpec):
-    """Maximum likelihood of the trained tokens, whatever their advantages; use it with zeroVarianceGroups keep."""
+    """Maximum likelihood of the trained tokens, whatever their advantages. A group of one is always trained."""
 
     loss: Literal["cross_entropy"] = Field(description="Cross-entropy.")
 

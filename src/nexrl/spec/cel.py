@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from nexrl.spec.advantages import DISTILLATION, GROUP_BASELINES, WITHOUT_ADVANTAGES
 from nexrl.spec.choices import Node
+from nexrl.spec.demonstrations import cel_conditions
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.marks import may_change
 from nexrl.spec.section import LIVE, NEVER, NEXT_START, ROLLING
@@ -140,6 +141,7 @@ RULES: Sequence[Rule] = (
         "algorithm.advantage",
         "self.trajectoryPool.groupSize > 1 && size(self.trajectoryPool.keyList) > 0 || self.algorithm.type != 'grpo'"
         " || self.algorithm.processor != 'builtin' || self.trainer.backend == 'mock'"
+        " || self.algorithm.loss == 'cross_entropy' || self.rollout.type == 'demonstrations'"
         f" || (has(self.algorithm.advantage) && !(self.algorithm.advantage in {list(GROUP_BASELINES)}))",
         "compares the samples of a group, and trajectoryPool.groupSize is 1 or keyList is empty: all would be 0",
     ),
@@ -193,6 +195,12 @@ def backend_rules() -> Iterator[Rule]:
         if not backend.RECEIVES_ON_GPU:  # type: ignore[attr-defined]
             rule = f"self.inference.backend != '{name}' || self.weightSync.transport != 'nccl'"
             yield Rule("", "inference.backend", rule, f"{name} supports weightSync.transport auto and gloo only")
+
+
+def demonstration_rules() -> Iterator[Rule]:
+    """What rollout.type demonstrations requires."""
+    for field, condition, message in cel_conditions():
+        yield Rule("", field, f"self.rollout.type != 'demonstrations' || {condition}", message)
 
 
 def change_rules(spec: Node) -> Iterator[Rule]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nexrl.spec import yaml_core
-from nexrl.spec.cel import RULES, backend_rules, change_rules
+from nexrl.spec.cel import RULES, backend_rules, change_rules, demonstration_rules
 from nexrl.spec.choices import Node
 from nexrl.spec.experiment import API_VERSION
 from nexrl.spec.schema import schema_view
@@ -24,7 +24,7 @@ def crd() -> dict[str, Any]:
     """Returns the definition, ready to be applied."""
     view = schema_view()
     spec = structural(view.section(["spec"], {}), view)
-    for rule in [*RULES, *backend_rules(), *change_rules(spec)]:
+    for rule in [*RULES, *backend_rules(), *demonstration_rules(), *change_rules(spec)]:
         add_rule(spec, rule)
     root = {
         "type": "object",

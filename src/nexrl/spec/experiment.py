@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from nexrl.spec import demonstrations
 from nexrl.spec.advantages import BATCH_BASELINES, GROUP_BASELINES, TURN_BASELINE
 from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl.spec.cluster import CodeFiles, ControllerSpec, StorageSpec
@@ -20,7 +21,7 @@ from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.model import ModelSpec, ScratchModel
 from nexrl.spec.monitor import FailurePolicySpec, LoggerSpec, MonitorSpec
 from nexrl.spec.redis import RedisSpec
-from nexrl.spec.rollout import RolloutSpec
+from nexrl.spec.rollout import DemonstrationRollout, RolloutSpec
 from nexrl.spec.section import LIVE, NEVER, NEXT_START, Name, Section, Text, refuse_key
 from nexrl.spec.trainer import CheckpointSpec, ResumeSpec, TrainerSpec
 from nexrl.spec.trajectory_pool import TrainBatchPoolSpec, TrajectoryPoolSpec
@@ -138,6 +139,15 @@ class ExperimentSpec(Section):
             )
         return rollout
 
+    @field_validator("rollout", "trajectory_pool", "algorithm", "weight_sync")
+    @classmethod
+    def _fits_demonstrations(cls, section: Section, info: ValidationInfo) -> Section:
+        if isinstance(section, DemonstrationRollout):
+            demonstrations.check_data(info.data.get("data"))
+        if isinstance(info.data.get("rollout", section), DemonstrationRollout):
+            demonstrations.check(section)
+        return section
+
     @field_validator("algorithm")
     @classmethod
     def _compares_the_samples_of_a_group(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
@@ -145,8 +155,9 @@ class ExperimentSpec(Section):
         trainer: TrainerSpec | None = info.data.get("trainer")
         advantage = algorithm.advantage if isinstance(algorithm, Grpo) and algorithm.processor == "builtin" else None
         is_trained = trainer is not None and trainer.backend != "mock"
+        uses_none = algorithm.loss == "cross_entropy" or isinstance(info.data.get("rollout"), DemonstrationRollout)
         is_alone = pool is not None and not pool.compares_samples
-        if is_trained and is_alone and advantage in GROUP_BASELINES:
+        if is_trained and is_alone and not uses_none and advantage in GROUP_BASELINES:
             raise refuse_key(
                 "advantage",
                 advantage,

@@ -101,6 +101,19 @@ class SimpleRollout(ScoredRollout):
     )
 
 
+class DemonstrationRollout(ScoredRollout):
+    """The answers of the tasks are trained as completions of their prompts (supervised fine-tuning).
+
+    The policy is sampled for validation only.
+    """
+
+    type: Literal["demonstrations"] = Field(description="Supervised fine-tuning.")
+    reward: Annotated[Reference, REWARD] = Field(
+        default="nexrl.rewards:exact_match",
+        description="`module:function` that returns the reward of a completion in a validation.",
+    )
+
+
 class AgentRollout(RolloutSpec):
     """An environment owns the conversation and the reward."""
 

@@ -235,7 +235,9 @@ class PolicySpan(google.protobuf.message.Message):
     end: builtins.int
     """One past the last token of the span."""
     policy_version: builtins.int
-    """The policy version that generated it, in optimizer steps. PutSamples refuses one that was never committed."""
+    """The policy version that generated it, in optimizer steps; of a demonstration, the committed one when it was put. PutSamples
+    refuses one that was never committed.
+    """
     def __init__(
         self,
         *,
@@ -410,12 +412,14 @@ class Trajectory(google.protobuf.message.Message):
 
     @property
     def loss_mask(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """True where the token enters the loss (the policy generated it), shape [T]. PutSamples requires at least one."""
+        """True where the token enters the loss (the policy generated it, or it is demonstrated), shape [T]. PutSamples requires at least
+        one.
+        """
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Log-probability (natural log) of each token under the distribution it was sampled from, shape [T]; 0 where loss_mask is false.
-        From -104, below which a float32 probability is 0, to 0.
+        """Log-probability (natural log) of each token under the distribution it was sampled from, shape [T]; 0 where loss_mask is false,
+        and of a demonstration, which nobody sampled. From -104, below which a float32 probability is 0, to 0.
         """
 
     @property

@@ -228,6 +228,22 @@ def test_the_report_writes_summary_and_picture(open_folder: OpenFolder, capsys: 
     assert "\n16.0 samples/s" in printed
 
 
+def test_a_run_without_rewards_shows_its_loss(open_folder: OpenFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = open_folder()
+    lines = [{"loss": 0.25, **line} for line in steps(4)]
+    for line in lines:
+        del line["reward_mean"]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(folder, small_experiment(), [], 1.0, INTERRUPTED)
+    printed = capsys.readouterr().out
+    assert "0.250" in next(line for line in printed.splitlines() if "loss" in line)
+    assert "│ reward" not in printed
+    assert (folder.path / "reward.png").exists()
+    with RunView(small_experiment(), []) as view:
+        view.show(pb.Experiment(progress=pb.Progress(step=1, metrics={"loss": 0.25})))
+    assert "loss 0.250" in capsys.readouterr().out
+
+
 def test_a_start_that_made_no_step_has_no_rate(open_folder: OpenFolder, capsys: pytest.CaptureFixture[str]) -> None:
     write_report(open_folder(), small_experiment(), [], 1.0, INTERRUPTED)
     printed = capsys.readouterr().out

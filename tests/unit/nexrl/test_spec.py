@@ -114,7 +114,7 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
         (
             {"rollout": {"type": "agents"}},
             "spec.rollout.type",
-            ['"agents"', "mock, simple, single_turn_math, agent"],
+            ['"agents"', "mock, simple, demonstrations, single_turn_math, agent"],
         ),
         ({"rollout": {"temperature": 0}}, "spec.rollout.temperature", ["a number, above 0 and at most 10"]),
         ({"rollout": {"type": "agent"}}, "spec.rollout.environment", ["missing", "module:name"]),

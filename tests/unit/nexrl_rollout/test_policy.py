@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from nexrl.errors import DeadlineExceededError, InvalidArgumentError, NexrlError, UnavailableError
-from nexrl.policy import Sampling, draw_seed
+from nexrl.policy import Policy, Sampling, draw_seed
+from nexrl.rpc.client import connect
 from nexrl.v1.inference_service_pb2 import GeneratedCompletion, GenerateRequest
 from tests.support.patience import eventually
 from tests.support.rollout import (
@@ -89,6 +90,14 @@ async def test_replica_that_cannot_be_reached_costs_no_retry() -> None:
     async with policy_over(*engines, max_retries=0) as policy:
         assert len(await policy.generate([1, 2], 1, SAMPLING)) == 1
     assert sum(len(engine.requests) for engine in engines) == 3
+
+
+async def test_the_newest_version_is_asked_of_weight_sync_and_not_of_the_watch() -> None:
+    registry = FakeWeightSync()
+    await registry.set(committed_version=3)
+    async with serving(registry) as address, connect(address) as channel:
+        policy = Policy(channel)  # which follows nothing
+        assert await policy.newest_version() == 3
 
 
 @pytest.mark.guide("F2", "F4")

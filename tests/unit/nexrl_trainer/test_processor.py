@@ -70,6 +70,17 @@ def lease() -> BatchLease:
     return BatchLease(batch_id=4, attempt=1, model_tag="default", groups=groups, data_cursor=9)
 
 
+@pytest.mark.guide("I1")
+def test_cross_entropy_trains_a_sample_that_stands_alone_and_drops_equal_ones_of_a_group(build: Builder) -> None:
+    groups = [
+        Group(group_id="0", samples=[sample("0.0", 1.0)]),
+        Group(group_id="1", samples=[sample("1.0", 1.0), sample("1.1", 1.0)]),
+    ]
+    batch, metrics = build(loss="cross_entropy", zero_variance_groups="drop").fit(BatchLease(groups=groups))
+    assert batch.token_count == 2  # those of the first sample
+    assert metrics["zero_variance_group_fraction"] == 0.5
+
+
 @pytest.mark.guide("I1", "I6")
 async def test_a_batch_becomes_advantages_by_group_with_masks_and_logprobs(build: Builder) -> None:
     batch, _ = build(advantage="group_mean", zero_variance_groups="keep").fit(lease())
