@@ -89,6 +89,13 @@ FINE: dict[str, Object] = {
         "algorithm__reference": {"type": "refreshed", "everySteps": 100},
     },
     "averaged-reference": {"algorithm__loss": "dpo", "algorithm__reference": {"type": "average", "decay": 0.99}},
+    "critic": {
+        "algorithm__type": "ppo",
+        "algorithm__discount": 0.99,
+        "algorithm__gaeLambda": 0.95,
+        "algorithm__critic": {"learningRate": 1e-4, "warmupSteps": 10},
+        "trajectoryPool__groupSize": 1,
+    },
     "discount": {"algorithm__advantage": "return_to_go", "algorithm__discount": 0.5},
     "pass-k": {"algorithm__advantage": "pass_at_k", "algorithm__passK": 4},
     "group-of-one-for-a-mock-trainer": {"trainer__backend": "mock", "trajectoryPool__groupSize": 1},
@@ -228,6 +235,23 @@ WRONG: dict[str, tuple[Object, str]] = {
     "teacher-of-an-external-processor": (
         {"algorithm__processor": "external", "algorithm__teacher": {"path": "/models/teacher"}},
         "spec.algorithm.processor",
+    ),
+    "critic-without-advantages": (
+        {"algorithm__type": "ppo", "algorithm__loss": "cross_entropy"},
+        "spec.algorithm.loss",
+    ),
+    "critic-and-teacher": (
+        {"algorithm__type": "ppo", "algorithm__teacher": {"path": "/models/teacher"}},
+        "spec.algorithm.teacher",
+    ),
+    "critic-and-refill": (
+        {"algorithm__type": "ppo", "algorithm__zeroVarianceGroups": "refill"},
+        "spec.algorithm.zeroVarianceGroups",
+    ),
+    "critic-of-no-ppo": ({"algorithm__critic": {"learningRate": 1e-4}}, "spec.algorithm.critic"),
+    "demonstrations-with-a-critic": (
+        {**SUPERVISED, "algorithm__type": "ppo", "algorithm__loss": "task:loss"},
+        "spec.algorithm.type",
     ),
     "dpo-in-parts": ({"algorithm__loss": "dpo", "algorithm__miniBatches": 2}, "spec.algorithm.miniBatches"),
     "dpo-corrected": (

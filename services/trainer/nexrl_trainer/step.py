@@ -7,7 +7,7 @@ here draws a random number.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from transformers import PreTrainedModel
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
-from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo
+from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo, Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
+from nexrl_trainer.critic import Critic, CriticSettings
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
+from nexrl_trainer.gae import RETURNS, VALUES, ValueFigures, check_rewards, with_advantages
 from nexrl_trainer.held_state import HeldState
 from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
@@ -71,7 +73,14 @@ class Learner:
     `leader.py`.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LearnerSettings, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: LearnerSettings,
+        ranks: Ranks = ONE_RANK,
+        critic_model: Callable[[], PreTrainedModel] | None = None,
+    ) -> None:
+        """`critic_model` builds the model of the critic, which algorithm type ppo has, with its value head."""
         self.model = model
         self.settings = settings
         self.step = 0
@@ -86,6 +95,8 @@ class Learner:
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         follows = settings.algorithm.reference
         self._moving_reference = None if follows is None else MovingReference(model, follows)
+        # Built last: until the policy is sharded, there is no room for a second whole model.
+        self.critic = None if critic_model is None else self._critic(critic_model())
         self._objective = Objective(settings.algorithm, settings.folder)
         self._held_weights, self._held_training = HostCopies(), HostCopies()
         self._held_states = 0
@@ -97,7 +108,7 @@ class Learner:
         each update would have failed: no weight has changed then, unless the user's loss raised (`is_between_steps`).
         """
         algorithm = self.settings.algorithm
-        batch = self._with_moving_reference(batch)
+        batch, of_critic = self._with_advantages(self._with_moving_reference(batch))
         made: list[tuple[LossMetrics, OptimizerMetrics]] = []
         failures: list[TrainingFailedError] = []
         for part in self._with_proximal(batch).parts(algorithm.mini_batches) * algorithm.epochs:
@@ -112,6 +123,7 @@ class Learner:
         if not made:
             raise failures[0]
         metrics = step_metrics(batch, made, len(failures), algorithm.epochs, self._objective.coefficients)
+        metrics = replace(metrics, **asdict(of_critic)) if of_critic else metrics
         self.end_step()
         return metrics
 
@@ -131,6 +143,11 @@ class Learner:
         with self._moving_reference.in_place_of_policy():
             return self.forward_pass.logprobs(batch)
 
+    def values(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """Return the critic's value of the context of each trained token, 0 elsewhere. Shape [N]."""
+        assert self.critic is not None
+        return self.critic.values(batch)
+
     def forward_backward(
         self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
     ) -> LossMetrics:
@@ -138,7 +155,7 @@ class Learner:
 
         `algorithm` replaces the algorithm of the settings for this call. `denominator` is that of `token_weights`, and
         is required when the step has several batches. Raises InvalidArgumentError if the loss needs reference
-        log-probabilities, or pairs, and the batch has none.
+        log-probabilities or pairs, or the critic values and returns, and the batch has none.
         """
         objective = Objective(algorithm, self.settings.folder) if algorithm else self._objective
         algorithm = objective.algorithm
@@ -156,6 +173,8 @@ class Learner:
             self._backward(batch, micro, weights_N, objective, totals)
         metrics = totals.metrics(batch, self.ranks)
         objective.check_step(metrics.loss, self.ranks)
+        if self.critic:
+            metrics = replace(metrics, value_loss=self.critic.forward_backward(batch))
         objective.coefficients.observe(metrics)
         return metrics
 
@@ -173,13 +192,21 @@ class Learner:
         """
         algorithm = self.settings.algorithm
         grad_norm = self.optimizer.clip_gradient()
-        if not np.isfinite(grad_norm):
-            Learner.clear_gradients(self)  # not as a call of its own, which other ranks would get twice
-            raise TrainingFailedError(f"step {self.step + 1}: gradient norm is {grad_norm}")
+        critic_norm = self.critic.clip_gradient() if self.critic else None
+        for owner, norm in (("", grad_norm), (" of the critic", critic_norm)):
+            if norm is not None and not np.isfinite(norm):
+                Learner.clear_gradients(self)  # not as a call of its own, which other ranks would get twice
+                raise TrainingFailedError(f"step {self.step + 1}: gradient norm{owner} is {norm}")
         lr = learning_rate(self.step, algorithm, self.settings.total_steps)
-        self.optimizer.update(lr)
+        if self.critic:
+            self.critic.update(self.step)
+        if isinstance(algorithm, Ppo) and self.step < algorithm.critic.warmup_steps:
+            lr = 0.0
+            self.optimizer.clear_gradients()
+        else:
+            self.optimizer.update(lr)
         self._objective.coefficients.keep()
-        return OptimizerMetrics(step=self.step + 1, lr=lr, grad_norm=grad_norm)
+        return OptimizerMetrics(step=self.step + 1, lr=lr, grad_norm=grad_norm, critic_grad_norm=critic_norm)
 
     def end_step(self) -> None:
         """Count the step: its updates make the next version of the policy."""
@@ -193,11 +220,26 @@ class Learner:
         """Drop the accumulated gradient."""
         self._objective.coefficients.drop()
         self.optimizer.clear_gradients()
+        if self.critic:
+            self.critic.clear_gradients()
+
+    def check_train_batch(self, batch: TrainBatch) -> None:
+        """Raise InvalidArgumentError for a batch without what `train` needs of it, before anything is computed."""
+        self.forward_pass.check_batch(batch)
+        if isinstance(self.settings.algorithm, Dpo):
+            check_pairs(batch)
+        if self.critic:
+            check_rewards(batch)
 
     def check_batch(self, batch: TrainBatch) -> None:
         """Raise what `forward_backward` raises for a batch that it cannot train, before it computes anything."""
         self.forward_pass.check_batch(batch)
         _check_columns(batch, self.settings.algorithm)
+
+    def check_saved(self, training: SavedTensors) -> None:
+        """Raise FailedPreconditionError if a checkpoint has what `restore` could not load. Nothing changes."""
+        if self.critic:
+            self.critic.check_saved(training)
 
     def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None, device: torch.device = _HOST) -> Snapshot:
         """Return a packed copy of the trained weights (`nexrl.weights.packing.snapshot`)."""
@@ -247,6 +289,8 @@ class Learner:
         self._objective.coefficients.load_tensors(training)
         if self._moving_reference:
             self._moving_reference.load_tensors(training)
+        if self.critic:
+            self.critic.load_tensors(training)
         self.step = step
 
     def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
@@ -263,11 +307,30 @@ class Learner:
             return batch
         return replace(batch, reference_logprobs_N=self.forward_reference(batch))
 
+    def _with_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, ValueFigures | None]:
+        """Add advantages, values and returns, which the critic of this moment decides: only a step knows them."""
+        if self.critic is None or not batch.token_count:
+            return batch, None
+        assert isinstance(self.settings.algorithm, Ppo)
+        return with_advantages(batch, self.values(batch), self.settings.algorithm)
+
+    def _critic(self, model: PreTrainedModel) -> Critic:
+        settings, algorithm = self.settings, self.settings.algorithm
+        assert isinstance(algorithm, Ppo)
+        of_policy = self.forward_pass.shares_prompts
+        return Critic(
+            model,
+            CriticSettings(algorithm, settings.total_steps, settings.forward, settings.layers, of_policy),
+            self.ranks,
+        )
+
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes besides weights. What all ranks have in common, rank 0 writes."""
         optimizer = self.optimizer.tensors() | self._objective.coefficients.tensors()
         if self._moving_reference:
             optimizer |= self._moving_reference.tensors()
+        if self.critic:
+            optimizer |= self.critic.tensors()
         if self.ranks.rank:
             optimizer = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
         own = {_name_at(name, self.ranks.rank): state for name, (state, _) in _random_states(self.model.device).items()}
@@ -324,6 +387,11 @@ def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
         raise InvalidArgumentError("train batch: reference_logprobs_N: needed for klCoefficient and loss dpo")
     if isinstance(algorithm, Dpo):
         check_pairs(batch)
+    if isinstance(algorithm, Ppo) and batch.token_count and not {VALUES, RETURNS} <= batch.columns.keys():
+        raise InvalidArgumentError(
+            f"train batch: columns: algorithm.type ppo needs {VALUES} and {RETURNS} of each token, float32 [N], and "
+            "advantages made of them"
+        )
 
 
 def _name_at(name: str, rank: int) -> str:

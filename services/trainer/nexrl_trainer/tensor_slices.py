@@ -114,6 +114,21 @@ class SavedTensors(Mapping[str, str]):
                 f"{kind(tensor.dtype, own.shape)}; use a checkpoint of this model"
             )
 
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise FailedPreconditionError unless there is a tensor of this name, type and whole shape."""
+        if self.get(name) != kind(tensor.dtype, tensor.shape):
+            raise FailedPreconditionError(
+                f"checkpoint {self._origin}: {name} is {self.get(name, 'nothing')}, not "
+                f"{kind(tensor.dtype, tensor.shape)}; use a checkpoint of this model"
+            )
+
+    def below(self, prefix: str) -> Self:
+        """Return the tensors whose names begin with `prefix`, by the rest of their names."""
+        found = type(self)(self._origin)
+        names = [name for name in self._parts if name.startswith(prefix)]
+        found._parts = {name.removeprefix(prefix): self._parts[name] for name in names}
+        return found
+
     def _add(self, name: str, opened: Any, place: Mapping[str, Any] | None) -> None:
         lazy = opened.get_slice(name)
         size = tuple(lazy.get_shape())

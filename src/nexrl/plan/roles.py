@@ -205,6 +205,7 @@ def _parts(memory: RankMemory) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "moving reference model": memory.moving_reference,
+        "critic": memory.critic,
         "reference model": memory.reference,
         "teacher": memory.teacher,
         "gathered layers": memory.gathered,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from nexrl.errors import naming
 from nexrl.plan.model_size import ModelSize, size_of
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.algorithm import Ppo
 from nexrl.spec.model import PathModel
 
 LOGITS_CHUNK_BYTES = 128 * 2**20
@@ -36,6 +37,7 @@ class Training:
     has_muon: bool = False
     teacher_parameters: int = 0
     has_moving_reference: bool = False
+    has_critic: bool = False
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "Training":
@@ -59,6 +61,7 @@ class Training:
             has_muon=spec.algorithm.optimizer == "muon",
             has_moving_reference=spec.algorithm.reference is not None,
             teacher_parameters=_parameters(teacher.path) if teacher else 0,
+            has_critic=isinstance(spec.algorithm, Ppo),
         )
 
 
@@ -71,6 +74,8 @@ class RankMemory:
     gradients: int
     optimizer: int
     moving_reference: int
+    critic: int
+    """Its weights, masters, gradients and moments. Its activations are those of the policy: one after the other."""
     reference: int
     teacher: int
     gathered: int
@@ -82,7 +87,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """Bytes that every step needs, whatever its batch."""
-        return self.weights + self.masters + self.gradients + self.optimizer + self.moving_reference
+        return self.weights + self.masters + self.gradients + self.optimizer + self.moving_reference + self.critic
 
     @property
     def frozen(self) -> int:
@@ -112,6 +117,7 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         optimizer=_moment_bytes(size, training, training.ranks),
         # Its own weights, and those of the policy while it takes their place.
         moving_reference=shard * (4 + item) if training.has_moving_reference else 0,
+        critic=_critic_bytes(size, training) if training.has_critic else 0,
         reference=size.parameters * item if training.has_reference else 0,
         teacher=training.teacher_parameters * item,
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
@@ -119,6 +125,23 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         logits=_logits_bytes(size, training),
         whole_model=size.parameters * 4,
     )
+
+
+def critic_state_bytes(size: ModelSize, training: Training, ranks: int) -> int:
+    """Return the bytes of a rank's weights, masters and moments of the critic, all of which is trained."""
+    masters = 0 if training.item_bytes == 4 else 4
+    tensors = size.tensors + (1 if size.is_tied else 0)  # with a head of its own
+    return -(-_critic_parameters(size) // ranks) * (training.item_bytes + masters + 8) + 4 * tensors
+
+
+def _critic_bytes(size: ModelSize, training: Training) -> int:
+    gradients = -(-_critic_parameters(size) // training.ranks) * 4
+    return critic_state_bytes(size, training, training.ranks) + gradients
+
+
+def _critic_parameters(size: ModelSize) -> int:
+    """Return those of the policy with a head of one output."""
+    return size.parameters - (0 if size.is_tied else size.vocabulary * size.hidden) + size.hidden
 
 
 def activation_bytes(size: ModelSize, training: Training) -> int:
@@ -155,7 +178,8 @@ def checkpoint_bytes(size: ModelSize, training: Training) -> int:
     trained = _trained(size, training)
     own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
     reference = trained.parameters * 4 if training.has_moving_reference else 0
-    return trained.parameters * own + _moment_bytes(size, training, ranks=1) + reference
+    critic = critic_state_bytes(size, training, ranks=1) if training.has_critic else 0
+    return trained.parameters * own + _moment_bytes(size, training, ranks=1) + reference + critic
 
 
 @cache  # `nexrl plan` asks once for each remedy, and a GGUF file takes seconds

@@ -81,6 +81,24 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "algorithm",
+        "loss",
+        f"self.type != 'ppo' || !(self.loss in {list(WITHOUT_ADVANTAGES)})",
+        "this loss does not use advantages, so the critic has no effect; use type grpo",
+    ),
+    Rule(
+        "algorithm",
+        "teacher",
+        "self.type != 'ppo' || !has(self.teacher)",
+        "type ppo takes its advantages from the critic; remove it",
+    ),
+    Rule(
+        "algorithm",
+        "zeroVarianceGroups",
+        "self.type != 'ppo' || self.zeroVarianceGroups != 'refill'",
+        "the critic tells samples of equal rewards apart; use keep or drop",
+    ),
+    Rule(
+        "algorithm",
         "miniBatches",
         "self.loss != 'dpo' || self.miniBatches == 1",
         "loss dpo needs both samples of a pair; use 1",
@@ -107,8 +125,9 @@ RULES: Sequence[Rule] = (
     Rule(
         "algorithm",
         "discount",
-        "!has(self.discount) || self.discount == 1.0 || has(self.advantage) && self.advantage == 'return_to_go'",
-        "only advantage return_to_go has it",
+        "!has(self.discount) || self.discount == 1.0 || self.type == 'ppo'"
+        " || has(self.advantage) && self.advantage == 'return_to_go'",
+        "only type ppo and advantage return_to_go have it",
     ),
     Rule(
         "algorithm",

@@ -7,7 +7,7 @@ compare with nor rewards to learn from.
 from collections.abc import Iterator
 from functools import singledispatch
 
-from nexrl.spec.algorithm import AlgorithmSpec, Grpo, OwnLoss
+from nexrl.spec.algorithm import AlgorithmSpec, Grpo, OwnLoss, Ppo
 from nexrl.spec.correction import CorrectionSpec
 from nexrl.spec.data import DataSpec, FileDataSpec
 from nexrl.spec.rollout import RolloutSpec
@@ -54,6 +54,8 @@ def _(pool: TrajectoryPoolSpec) -> None:
 
 @check.register
 def _(algorithm: AlgorithmSpec) -> None:
+    if isinstance(algorithm, Ppo):
+        raise refuse_key("type", algorithm.type, "demonstrations have no rewards, from which a critic learns; use grpo")
     is_own = isinstance(algorithm, OwnLoss)
     if algorithm.loss != "cross_entropy" and not is_own:
         raise refuse_key(
@@ -103,6 +105,11 @@ def cel_conditions() -> Iterator[tuple[str, str, str]]:
         "the answers are trained, and data.answerField is empty; name it",
     )
     yield "trajectoryPool.groupSize", "self.trajectoryPool.groupSize == 1", "a task has one demonstration; use 1"
+    yield (
+        "algorithm.type",
+        "self.algorithm.type != 'ppo'",
+        "demonstrations have no rewards, from which a critic learns; use grpo",
+    )
     yield (
         "algorithm.loss",
         "self.algorithm.loss == 'cross_entropy' || self.algorithm.loss.contains(':')",
