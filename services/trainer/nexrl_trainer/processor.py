@@ -75,7 +75,6 @@ class GroupProcessor(Processor):
             return prepared
         return distilled(prepared, self.context.teacher_logprobs, algorithm.teacher.coefficient)
 
-
     def _for_critic(self, batch: Batch, algorithm: Ppo, rewards_S: NDArray[np.float64]) -> PreparedBatch:
         """Return rewards of tokens: the step that trains the batch asks the critic, and computes advantages."""
         equal_S = zero_variance_samples(batch.rewards_B, batch.groups_B) & ~_is_alone(batch)
