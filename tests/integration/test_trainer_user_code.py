@@ -1,21 +1,24 @@
 """Processors of the user against the real pool: in the trainer, and in a process of their own."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nexrl.algorithm import Batch
 from nexrl.batch_proto import decode_batch
 from nexrl.client import BatchClient, TrainBatchClient
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, TrainingFailedError
 from nexrl.rpc.client import connect
-from nexrl.train_batch import TrainBatch
+from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import decode_train_batch
 from nexrl_trainer import loop
+from nexrl_trainer.gae import REWARDS, SAMPLE
 from tests.support.pool import PoolClient
 from tests.support.services import small_experiment
 from tests.support.trainers import Call, running_world
@@ -73,14 +76,14 @@ async def test_a_loss_that_raises_ends_the_trainer_and_drops_no_batch(
     world = await build("raising", algorithm={"loss": "raising:loss"})
     async with connect(world.pool.address) as channel:
         worker = world.worker(channel)
-        processing = asyncio.create_task(world.processor(channel, worker).run())
+        processor = asyncio.create_task(world.processor(channel, worker).run())
         with pytest.raises(
             TrainingFailedError,
             match=r"algorithm\.loss raising:loss: KeyError \(.*raising\.py:\d+\): 'no column absent",
         ):
             await worker.run()
-        processing.cancel()
-        await asyncio.wait([processing])
+        processor.cancel()
+        await asyncio.wait([processor])
     assert not (await world.pool.state()).dropped
 
 
@@ -110,27 +113,65 @@ async def test_a_process_of_ones_own_makes_the_train_batches(
     experiment = small_experiment(experiment_name, trainer={"steps": STEPS}, algorithm=algorithm)
     async with running_world(tmp_path / "run", redis_url, experiment) as world:
         world.before_call = observe
-        processing = asyncio.create_task(process(world.pool))
-        try:
+        async with processing(world.pool, leveled):
             assert await world.live() == 0
-        finally:
-            processing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await processing
     assert len(world.steps) == STEPS
     assert set(calls) >= {"LeaseTrainBatch", "AckTrainBatch"}
     assert not {"LeaseBatch", "PutTrainBatch"} & set(calls), "the trainer's own processor is switched off"
 
 
-async def process(pool: PoolClient) -> None:
+async def test_a_train_batch_without_what_the_critic_needs_is_dropped_with_the_reason_and_the_run_goes_on(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    batches = count()
+
+    def prepare(batch: Batch) -> list[TrainSequence]:
+        if next(batches) == 0:
+            return leveled(batch)
+        return [
+            t.sequence(0.0, {REWARDS: np.where(t.loss_mask, s.reward, 0.0), SAMPLE: np.int64(number)})
+            for number, s in enumerate(batch.samples)
+            for t in s.trajectories
+        ]
+
+    experiment = small_experiment(
+        experiment_name,
+        data={"type": "mock", "size": 64, "shuffle": False},
+        trainer={"steps": STEPS},
+        algorithm={"type": "ppo", "learningRate": 0.01, "processor": "external"},
+    )
+    async with running_world(tmp_path / "run", redis_url, experiment) as world:
+        async with processing(world.pool, prepare):
+            assert await world.live() == 0
+        assert (await world.pool.state()).dropped == experiment.spec.trajectory_pool.batch_size
+    assert len(world.steps) == STEPS
+    written = (world.folder / "trainer.log").read_text()
+    assert "train batch: columns[rewards]: algorithm.type ppo needs the reward of each token" in written
+
+
+def leveled(batch: Batch) -> list[TrainSequence]:
+    return [t.sequence(s.reward - 0.5, {"level": 1.0}) for s in batch.samples for t in s.trajectories]
+
+
+@asynccontextmanager
+async def processing(pool: PoolClient, prepare: Callable[[Batch], list[TrainSequence]]) -> AsyncIterator[None]:
     """What a user's process does, with nothing but the library."""
-    async with connect(pool.address) as channel:
-        client = BatchClient(channel, worker_id="mine")
-        while not (answer := await client.lease()).exhausted:
-            if answer.HasField("lease"):
-                samples = decode_batch(answer.lease).samples
-                sequences = [t.sequence(s.reward - 0.5, {"level": 1.0}) for s in samples for t in s.trajectories]
-                await client.put(answer.lease, TrainBatch.pack(sequences), {"mine": 1.0})
+
+    async def process() -> None:
+        async with connect(pool.address) as channel:
+            client = BatchClient(channel, worker_id="mine")
+            while not (answer := await client.lease()).exhausted:
+                if answer.HasField("lease"):
+                    train_batch = TrainBatch.pack(prepare(decode_batch(answer.lease)))
+                    await client.put(answer.lease, train_batch, {"mine": 1.0})
+
+    task = asyncio.create_task(process())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def test_a_train_batch_that_the_trainer_could_not_read_is_refused_with_the_column_named(

@@ -3,7 +3,6 @@
 Suffixes: _N tokens of a batch, _P trained tokens of a micro-batch, _H hidden size.
 """
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nexrl.errors import FailedPreconditionError
 from nexrl.spec.algorithm import Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl_trainer.batching import token_weights
@@ -23,8 +23,6 @@ from nexrl_trainer.micro_batch import MicroBatch
 from nexrl_trainer.optimizer import MasterOptimizer, learning_rate
 from nexrl_trainer.ranks import Ranks
 from nexrl_trainer.tensor_slices import SavedTensors
-
-log = logging.getLogger(__name__)
 
 _PREFIX = "critic."
 
@@ -108,20 +106,18 @@ class Critic:
         return weights | {f"{_PREFIX}{name}": tensor for name, tensor in self._optimizer.tensors().items()}
 
     def check_saved(self, saved: SavedTensors) -> None:
-        """Raise FailedPreconditionError if a checkpoint has a critic of another model. It may have none."""
-        if any(name.startswith(_PREFIX) for name in saved):
-            for name, weight in self._model.named_parameters():
-                saved.check(f"{_PREFIX}weight.{name}", weight)
+        """Raise FailedPreconditionError if a checkpoint has no critic, or that of another model."""
+        if not any(name.startswith(_PREFIX) for name in saved):
+            raise FailedPreconditionError(
+                f"checkpoint {saved.origin}: it has no critic, so algorithm.type ppo cannot continue it; to begin with "
+                "its weights and a new critic, start another run with its folder as model.path"
+            )
+        for name, weight in self._model.named_parameters():
+            saved.check(f"{_PREFIX}weight.{name}", weight)
 
     def load_tensors(self, saved: SavedTensors) -> None:
-        """Load what `tensors` returned on any number of ranks, which `check_saved` has accepted.
-
-        After steps without a critic it begins anew, as it is.
-        """
+        """Load what `tensors` returned on any number of ranks, which `check_saved` has accepted."""
         own = saved.below(_PREFIX)
-        if not own:
-            log.warning("the checkpoint has no critic; it begins anew. algorithm.critic.warmupSteps count from step 0")
-            return
         for name, weight in self._model.named_parameters():
             own.fill(f"weight.{name}", weight.detach())
         self._optimizer.load_tensors(own)

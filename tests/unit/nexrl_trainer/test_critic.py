@@ -107,17 +107,18 @@ def test_a_resume_continues_with_the_critic(
     assert all(torch.equal(weight, expected[name]) for name, weight in critic_of(resumed).items())
 
 
-def test_after_steps_without_a_critic_it_begins_anew(
+def test_a_checkpoint_without_a_critic_is_refused_before_anything_is_loaded(
     build_learner: BuildLearner, build_batch: BuildBatch, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     learner = build_learner()
     learner.train(build_batch(0))
     path = save_checkpoint(tmp_path, learner, tokenizer, CheckpointMetadata(step=1))
-    resumed = build_learner(type="ppo")
-    new = critic_of(resumed)
-    load_checkpoint(path, resumed)
-    assert resumed.step == 1
-    assert all(torch.equal(weight, new[name]) for name, weight in critic_of(resumed).items())
+    other = build_learner(type="ppo")
+    before = weights_of(other)
+    with pytest.raises(FailedPreconditionError, match=r"it has no critic.*as model\.path"):
+        load_checkpoint(path, other)
+    assert other.step == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(other).items())
 
 
 def test_a_critic_of_another_model_is_refused_before_anything_is_loaded(
