@@ -73,15 +73,12 @@ class Policy:
         self._replicas: dict[str, _Route] = {}
         self._changed = asyncio.Condition()
         self._turns = itertools.count()
-        self.committed_version = -1
-        """Newest policy version known to be committed; -1 before the first."""
         self._gate = "weight sync has not answered yet"
 
     async def follow_replicas(self) -> None:
         """Keep the list of replicas up to date with weight sync, until the task is cancelled."""
         request = WatchReplicasRequest(model_tag=self._model_tag)
         async for state in watch(self._weight_sync.WatchReplicas, request):
-            self.committed_version = max(self.committed_version, state.committed_version)
             self._gate = state.gate
             await self._set_replicas(state.replicas)
 

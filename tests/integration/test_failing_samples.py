@@ -40,7 +40,7 @@ def nothing(task, text, is_finished):
 
 
 def sleeps(task, text, is_finished):
-    time.sleep(0.4)
+    time.sleep(1.2)
     return 1.0
 
 
@@ -106,7 +106,9 @@ def experiment(tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyP
 
     def make(reward: str, **rollout: Any) -> Experiment:
         simple = {"type": "simple", "reward": f"mine:{reward}", "maxNewTokens": 8, "workers": 64, **rollout}
-        return small_experiment(experiment_name, rollout=simple, monitor=OFTEN)
+        data = {"type": "mock", "size": 32}
+        pool = {"batchSize": 64, "groupSize": 2}  # many attempts at once: slow ones fail in few rounds
+        return small_experiment(experiment_name, data=data, rollout=simple, trajectoryPool=pool, monitor=OFTEN)
 
     return make
 
@@ -123,7 +125,7 @@ def experiment(tmp_path: Path, experiment_name: str, monkeypatch: pytest.MonkeyP
         ("nothing", {}, ("REWARD_ERROR: reward of task", "TypeError ({place}): float() argument")),
         (
             "sleeps",
-            {"timeoutSeconds": 0.1},
+            {"timeoutSeconds": 1.0},
             ("TIMEOUT: ", "the reward at {place} had not returned", "rollout.timeoutSeconds"),
         ),
     ],
@@ -136,7 +138,7 @@ async def test_an_experiment_of_which_every_attempt_fails_ends_with_exception_fi
     rollout: dict[str, Any],
     said: tuple[str, ...],
 ) -> None:
-    lines = {"raises": '    return {}["score"]', "sleeps": "    time.sleep(0.4)"}
+    lines = {"raises": '    return {}["score"]', "sleeps": "    time.sleep(1.2)"}
     line = lines.get(reward, f"def {reward}(task, text, is_finished):")
     async with deployed(tmp_path, redis_url, experiment(reward, **rollout)) as (pool, states):
         state = await until(states, has_outcome)

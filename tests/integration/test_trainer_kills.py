@@ -178,14 +178,17 @@ def saved_files(world: World) -> int:
 
 
 @pytest.mark.guide("A6", "D8", "J5", "J9", "J13", "L18")
+@pytest.mark.parametrize(
+    "deaths", [ONE_OF_EACH[0:2], ONE_OF_EACH[2:4], ONE_OF_EACH[4:6], ONE_OF_EACH[6:8]], ids=lambda two: two[0][0]
+)
 @pytest.mark.gate
 async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_was(
-    tmp_path: Path, redis_url: str, experiment_name: str
+    tmp_path: Path, redis_url: str, experiment_name: str, deaths: Sequence[tuple[str, bool]]
 ) -> None:
-    steps = len(ONE_OF_EACH) + EVERY_STEPS
+    steps = len(deaths) + EVERY_STEPS
     whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole", steps)
     async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name, steps)) as world:
-        for step, (name, is_seen) in enumerate(ONE_OF_EACH):
+        for step, (name, is_seen) in enumerate(deaths):
             assert await world.live(death(name, step, is_seen)) == KILLED
         assert await world.live() == 0
         await assert_same_run(world, whole)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from nexrl.spec.advantages import DISTILLATION, GROUP_BASELINES, WITHOUT_ADVANTAGES
 from nexrl.spec.choices import Node
+from nexrl.spec.correction import correction_is_off
 from nexrl.spec.demonstrations import cel_conditions
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.marks import may_change
@@ -88,8 +89,7 @@ RULES: Sequence[Rule] = (
     Rule(
         "algorithm",
         "correction",
-        "self.loss != 'dpo' || !has(self.correction.tokenBand) && !has(self.correction.sequenceBand)"
-        " && self.correction.vetoRatio == 0.0 && !has(self.correction.negativeDrift)",
+        f"self.loss != 'dpo' || {correction_is_off('self')}",
         "loss dpo has no ratio to correct; remove it",
     ),
     Rule(

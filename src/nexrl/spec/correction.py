@@ -31,3 +31,9 @@ class CorrectionSpec(Section):
         description="A trajectory with a negative advantage is left out if the mean of log p_rollout - log p over its "
         "tokens is larger (off-policy sequence masking of DeepSeek-V3.2).",
     )
+
+
+def correction_is_off(algorithm: str) -> str:
+    """Return the CEL condition that the section at the path `algorithm` corrects nothing."""
+    of = f"{algorithm}.correction"
+    return f"!has({of}.tokenBand) && !has({of}.sequenceBand) && {of}.vetoRatio == 0.0 && !has({of}.negativeDrift)"

@@ -8,17 +8,12 @@ from collections.abc import Iterator
 from functools import singledispatch
 
 from nexrl.spec.algorithm import AlgorithmSpec, Grpo, OwnLoss
-from nexrl.spec.correction import CorrectionSpec
+from nexrl.spec.correction import CorrectionSpec, correction_is_off
 from nexrl.spec.data import DataSpec, FileDataSpec
 from nexrl.spec.rollout import RolloutSpec
 from nexrl.spec.section import Section, refuse_key
 from nexrl.spec.trajectory_pool import TrajectoryPoolSpec
 from nexrl.spec.weight_sync import FullyAsyncWeightSync, WeightSyncSpec
-
-_CEL_CORRECTION = (
-    "!has(self.algorithm.correction.tokenBand) && !has(self.algorithm.correction.sequenceBand)"
-    " && self.algorithm.correction.vetoRatio == 0.0 && !has(self.algorithm.correction.negativeDrift)"
-)
 
 
 def check_data(data: DataSpec | None) -> None:
@@ -114,7 +109,11 @@ def cel_conditions() -> Iterator[tuple[str, str, str]]:
         " || self.algorithm.zeroVarianceGroups == 'keep'",
         "a demonstration is compared with no other, so none would be trained; use keep",
     )
-    yield "algorithm.correction", _CEL_CORRECTION, "demonstrations have no ratio; remove it"
+    yield (
+        "algorithm.correction",
+        correction_is_off("self.algorithm"),
+        "demonstrations have no ratio; remove it",
+    )
     yield (
         "algorithm.klEstimator",
         "self.algorithm.klCoefficient == 0.0 || self.algorithm.klEstimator != 'k3_unbiased'",
