@@ -121,12 +121,12 @@ def _trouble_of_container(pod: Object, status: Mapping[str, Any], now: float) ->
 def _has_recovered(pod: Object, status: Mapping[str, Any], now: float) -> bool:
     """Return whether a container that has ended before runs on: between two ends it runs for a moment.
 
-    Without a startup probe, the kubelet says "started" as soon as it runs.
+    The startup probe does not tell: its port is open before code of the user is imported. Without a readiness probe, the
+    kubelet says "ready" as soon as the container runs.
     """
     containers = chain(*(pod.get("spec", {}).get(kind, ()) for kind in ("containers", "initContainers")))
-    if any(each["name"] == status["name"] and "startupProbe" in each for each in containers):
-        return bool(status.get("started"))
-    return _running_seconds(status, now) >= START_SECONDS
+    is_probed = any(each["name"] == status["name"] and "readinessProbe" in each for each in containers)
+    return (is_probed and bool(status.get("ready"))) or _running_seconds(status, now) >= START_SECONDS
 
 
 def _mount_trouble(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Trouble | None:

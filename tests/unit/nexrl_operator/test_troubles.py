@@ -248,9 +248,11 @@ def test_refusal_of_pods_is_told_in_full(kind: str, cause: str, remedy: str) -> 
 
 
 def test_a_container_that_ended_and_then_runs_on_or_has_done_its_work_is_not_named() -> None:
-    probed = {"containers": [{"name": "nexrl", "startupProbe": {}}]}
+    probed = {"containers": [{"name": "nexrl", "startupProbe": {}, "readinessProbe": {}}]}
     answered = {**running("nexrl", 1, is_started=True), "lastState": {"terminated": {"exitCode": 3}}}
     assert find_trouble(observed(pod("rollout", answered, spec=probed))) is None
+    importing = {**answered, "ready": False}  # its port is open, and code of the user may end it again
+    assert find_trouble(observed(pod("rollout", importing, spec=probed))) is not None
     sidecar = {**answered, "name": "proxy"}
     found = find_trouble(observed(pod("rollout", sidecar, spec=probed)))
     assert found is not None
