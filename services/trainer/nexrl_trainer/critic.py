@@ -43,7 +43,9 @@ def give_value_head(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     hidden_size = model.get_input_embeddings().weight.shape[1]
     weight: Tensor = next(head.parameters())
-    value_head = nn.Linear(getattr(head, "in_features", hidden_size), 1, bias=False, device=weight.device, dtype=weight.dtype)
+    value_head = nn.Linear(
+        getattr(head, "in_features", hidden_size), 1, bias=False, device=weight.device, dtype=weight.dtype
+    )
     nn.init.zeros_(value_head.weight)
     model.config.tie_word_embeddings = False
     model.set_output_embeddings(value_head)

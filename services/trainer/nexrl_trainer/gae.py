@@ -100,9 +100,7 @@ def with_advantages(
     returns_P = advantages_P + values_P
     whitened_P = (advantages_P - advantages_P.mean()) / (advantages_P.std() + _STD_FLOOR)
     columns = {VALUES: _spread(batch, trained_P, values_P), RETURNS: _spread(batch, trained_P, returns_P)}
-    changed = replace(
-        batch, advantages_N=_spread(batch, trained_P, whitened_P), columns={**batch.columns, **columns}
-    )
+    changed = replace(batch, advantages_N=_spread(batch, trained_P, whitened_P), columns={**batch.columns, **columns})
     spread = float(returns_P.var())
     explained = 1 - float((returns_P - values_P).var()) / spread if spread > 0 else 0.0
     return changed, ValueFigures(float(returns_P.mean()), float(values_P.mean()), explained)

@@ -276,7 +276,9 @@ class Ppo(AlgorithmSpec):
     @model_validator(mode="after")
     def _learns_from_advantages(self) -> Self:
         if self.loss in WITHOUT_ADVANTAGES:
-            raise refuse_key("loss", self.loss, "it does not use advantages, so the critic has no effect; use type grpo")
+            raise refuse_key(
+                "loss", self.loss, "it does not use advantages, so the critic has no effect; use type grpo"
+            )
         if self.teacher is not None:
             raise refuse_key("teacher", self.teacher.path, "type ppo takes its advantages from the critic; remove it")
         if self.zero_variance_groups == "refill":

@@ -41,7 +41,11 @@ def critic_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 def test_the_value_loss_is_half_the_square_of_the_error_and_clipped_around_the_earlier_value() -> None:
     values_P = torch.tensor([1.0, 3.0, 0.0], requires_grad=True)
-    earlier_P, returns_P, weights_P = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2.0, 2.0, 2.0]), torch.full((3,), 0.5)
+    earlier_P, returns_P, weights_P = (
+        torch.tensor([1.0, 1.0, 1.0]),
+        torch.tensor([2.0, 2.0, 2.0]),
+        torch.full((3,), 0.5),
+    )
     assert value_loss(values_P, earlier_P, returns_P, weights_P, None).item() == 0.5 * (1 + 1 + 4) / 2
     clipped = value_loss(values_P, earlier_P, returns_P, weights_P, 0.25)
     # 3.0 counts as itself, since 1.25 would have a smaller error; so does 0.0, whose error is larger than that of 0.75.
@@ -156,7 +160,9 @@ def test_a_gradient_of_the_critic_that_is_not_finite_changes_nothing(
     with pytest.raises(TrainingFailedError, match="gradient norm of the critic is"):
         learner.update()
     learner.train(rewarded(build_batch(1)))
-    assert all(bool(weight.isfinite().all()) for weight in (*weights_of(learner).values(), *critic_of(learner).values()))
+    assert all(
+        bool(weight.isfinite().all()) for weight in (*weights_of(learner).values(), *critic_of(learner).values())
+    )
     assert policy.keys() == weights_of(learner).keys()
     assert critic.keys() == critic_of(learner).keys()
 

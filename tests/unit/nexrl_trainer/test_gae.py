@@ -110,7 +110,9 @@ def test_a_batch_without_the_columns_of_a_critic_is_refused_by_their_names() -> 
     with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]: .* needs the reward of each token"):
         check_rewards(TrainBatch.pack([plain]))
     with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]"):
-        check_rewards(TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, np.nan]})]))
+        check_rewards(
+            TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, np.nan]})])
+        )
     with pytest.raises(InvalidArgumentError, match=r"columns\[sample\]: .* an integer for each sequence"):
         check_rewards(TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, 1]})]))
     check_rewards(TrainBatch.pack([]))
