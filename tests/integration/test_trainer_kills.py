@@ -202,7 +202,7 @@ async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_wa
 async def test_a_trainer_that_is_killed_goes_on_with_its_critic(
     tmp_path: Path, redis_url: str, experiment_name: str
 ) -> None:
-    ppo = {"type": "ppo", "critic": {"learningRate": 0.01}}
+    ppo: dict[str, Any] = {"type": "ppo", "critic": {"learningRate": 0.01}}
     whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole", 4, **ppo)
     async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name, 4, **ppo)) as world:
         assert await world.live(Death("CommitCheckpoint", 2, is_seen=True)) == KILLED

@@ -129,7 +129,7 @@ async def test_a_train_batch_without_what_the_critic_needs_is_dropped_with_the_r
         if next(batches) == 0:
             return leveled(batch)
         return [
-            t.sequence(0.0, {REWARDS: np.where(t.loss_mask, s.reward, 0.0), SAMPLE: np.int64(number)})
+            t.sequence(0.0, {REWARDS: np.where(t.loss_mask, s.reward, 0.0), SAMPLE: np.array(number)})
             for number, s in enumerate(batch.samples)
             for t in s.trajectories
         ]
@@ -143,7 +143,7 @@ async def test_a_train_batch_without_what_the_critic_needs_is_dropped_with_the_r
     async with running_world(tmp_path / "run", redis_url, experiment) as world:
         async with processing(world.pool, prepare):
             assert await world.live() == 0
-        assert (await world.pool.state()).dropped == experiment.spec.trajectory_pool.batch_size
+        assert (await world.pool.state()).dropped == {"training_failed": experiment.spec.trajectory_pool.batch_size}
     assert len(world.steps) == STEPS
     written = (world.folder / "trainer.log").read_text()
     assert "train batch: columns[rewards]: algorithm.type ppo needs the reward of each token" in written

@@ -121,8 +121,8 @@ def _trouble_of_container(pod: Object, status: Mapping[str, Any], now: float) ->
 def _has_recovered(pod: Object, status: Mapping[str, Any], now: float) -> bool:
     """Return whether a container that has ended before runs on: between two ends it runs for a moment.
 
-    The startup probe does not tell: its port is open before code of the user is imported. Without a readiness probe, the
-    kubelet says "ready" as soon as the container runs.
+    The startup probe does not tell: its port is open before code of the user is imported. Without a readiness probe,
+    the kubelet says "ready" as soon as the container runs.
     """
     containers = chain(*(pod.get("spec", {}).get(kind, ()) for kind in ("containers", "initContainers")))
     is_probed = any(each["name"] == status["name"] and "readinessProbe" in each for each in containers)

@@ -14,7 +14,7 @@ from nexrl.device import choose_device, exclude_cudnn_attention, idle_gpu_warnin
 from nexrl.errors import FailedPreconditionError, naming
 from nexrl.models import build_model
 from nexrl.spec import ExperimentSpec
-from nexrl.spec.algorithm import Ppo
+from nexrl.spec.critic import Ppo
 from nexrl.spec.model import ModelSpec
 from nexrl_trainer.critic import give_value_head
 from nexrl_trainer.distillation import check_teacher

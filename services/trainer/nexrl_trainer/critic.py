@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nexrl.errors import FailedPreconditionError
-from nexrl.spec.algorithm import Ppo
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
@@ -40,19 +40,15 @@ class CriticSettings:
 
 def give_value_head(model: PreTrainedModel) -> None:
     """Replace the language-model head by one of a single output without bias, which is 0 for every input."""
-    head = model.get_output_embeddings()
-    hidden_size = model.get_input_embeddings().weight.shape[1]
-    weight: Tensor = next(head.parameters())
-    value_head = nn.Linear(
-        getattr(head, "in_features", hidden_size), 1, bias=False, device=weight.device, dtype=weight.dtype
-    )
+    weight: Tensor = next(model.get_output_embeddings().parameters())  # [vocabulary, hidden size]
+    value_head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
     nn.init.zeros_(value_head.weight)
     model.config.tie_word_embeddings = False
     model.set_output_embeddings(value_head)
 
 
 class Critic:
-    """Trains `model`, which has a value head, beside the policy. Of several ranks each has a critic, as it has a learner.
+    """Trains `model`, which has a value head, beside the policy. Each of several ranks has one, as it has a learner.
 
     The value of a trained token is that of its context: what the head makes of the token before it.
     """
@@ -76,7 +72,7 @@ class Critic:
         return of_all_ranks_N
 
     def forward_backward(self, batch: TrainBatch) -> float:
-        """Add the gradient of the value loss of the batch, and return that loss. Needs the columns of `with_advantages`."""
+        """Add the gradient of the batch's value loss, and return that loss. Needs the columns of `with_advantages`."""
         weights_N = token_weights(batch, "token")
         total = torch.zeros((), dtype=torch.float64, device=self._model.device)
         for micro in self._forward_pass.micro_batches(batch):
@@ -135,7 +131,7 @@ class Critic:
 def value_loss(
     values_P: Tensor, earlier_P: Tensor, returns_P: Tensor, weights_P: Tensor, value_clip: float | None
 ) -> Tensor:
-    """sum w * 1/2 max((V - R)^2, (V_clipped - R)^2), V_clipped within `value_clip` of the value at the start of the step.
+    """sum w * 1/2 max((V - R)^2, (V_clipped - R)^2), V_clipped within `value_clip` of the step's first value.
 
     Source: the value clip of PPO's reference implementation (OpenAI baselines), as in verl and TRL. None: no clip.
     """

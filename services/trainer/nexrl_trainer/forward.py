@@ -136,7 +136,7 @@ class ForwardPass:
         return torch.from_numpy(array).to(self.model.device)
 
     def run(self, micro: MicroBatch, finish: Callable[[Head], ResultT]) -> ResultT:
-        """Run the model up to its head at the positions that predict a trained token, and return `finish` of the head."""
+        """Run the model up to its head, at the positions that predict a trained token; return `finish` of the head."""
         inputs = {"input_ids": self.tensor(micro.input_ids_BT)}
         if micro.is_shared:
             inputs["position_ids"] = self.tensor(micro.position_ids_BT)

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from nexrl.algorithm import Batch, PreparedBatch
 from nexrl.errors import InvalidArgumentError
-from nexrl.spec.algorithm import Ppo
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl_trainer.token_advantages import token_rewards
 
 REWARDS, SAMPLE = "rewards", "sample"
-"""Columns that the algorithm processor adds: float32 [N], the reward of each trained token; int64 [B], the number of the
-sample that a sequence belongs to."""
+"""Columns that the algorithm processor adds: float32 [N], the reward of each trained token; int64 [B], the number of
+the sample that a sequence belongs to."""
 VALUES, RETURNS = "values", "returns"
 """Columns that `with_advantages` adds, float32 [N]: the critic's values at the start of the step, and its targets."""
 
@@ -59,7 +59,7 @@ def rewarded(
         own_N = _moved_to_choices(rewards_N, mask_N).astype(np.float32)
         ends = np.cumsum([len(each.token_ids) for each in sample.trajectories])[:-1]
         for trajectory, part in zip(sample.trajectories, np.split(own_N, ends), strict=True):
-            sequences.append(trajectory.sequence(0.0, {REWARDS: part, SAMPLE: np.int64(number)}))
+            sequences.append(trajectory.sequence(0.0, {REWARDS: part, SAMPLE: np.array(number)}))
     return PreparedBatch(sequences, metrics)
 
 
@@ -107,7 +107,7 @@ def with_advantages(
 
 
 def gae(rewards_T: Floats, values_T: Floats, discount: float, gae_lambda: float) -> Floats:
-    """Sum over l of (discount * gae_lambda)^l * (r_{t+l} + discount * V_{t+l+1} - V_{t+l}); V is 0 after the last token.
+    """Sum over l of (discount * gae_lambda)^l * (r_{t+l} + discount * V_{t+l+1} - V_{t+l}); the last V is 0.
 
     Source: arXiv 1506.02438, equation 16. The end of a sample that was cut at a limit counts as an end, as in TRL and
     verl.

@@ -132,12 +132,13 @@ def _execute(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecu
 
 def _call(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecutor) -> None:
     match command.verb:
-        case pb.RankCommand.VERB_FORWARD:
-            learner.forward(decode_train_batch(command.tensors))
-        case pb.RankCommand.VERB_FORWARD_REFERENCE:
-            learner.forward_reference(decode_train_batch(command.tensors))
-        case pb.RankCommand.VERB_VALUES:
-            learner.values(decode_train_batch(command.tensors))
+        case pb.RankCommand.VERB_FORWARD | pb.RankCommand.VERB_FORWARD_REFERENCE | pb.RankCommand.VERB_VALUES:
+            compute = {
+                pb.RankCommand.VERB_FORWARD: learner.forward,
+                pb.RankCommand.VERB_FORWARD_REFERENCE: learner.forward_reference,
+                pb.RankCommand.VERB_VALUES: learner.values,
+            }[command.verb]
+            compute(decode_train_batch(command.tensors))
         case pb.RankCommand.VERB_FORWARD_BACKWARD:
             learner.forward_backward(decode_train_batch(command.tensors))
         case pb.RankCommand.VERB_CLEAR_GRADIENTS:

@@ -22,7 +22,8 @@ from nexrl.code_reference import USER_CODE_ERRORS, load_reference
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.run_layout import batch_path
-from nexrl.spec.algorithm import AlgorithmSpec, Dpo, Grpo, Ppo
+from nexrl.spec.algorithm import AlgorithmSpec, Dpo, Grpo
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb

@@ -21,14 +21,15 @@ from transformers import PreTrainedModel
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
-from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo, Ppo
+from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.critic import Critic, CriticSettings
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.gae import RETURNS, VALUES, ValueFigures, check_rewards, with_advantages
-from nexrl_trainer.held_state import HeldState
+from nexrl_trainer.held_state import HeldState, name_at, random_states
 from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import PROXIMAL, PROXIMAL_LOSSES
@@ -42,7 +43,6 @@ from nexrl_trainer.step_metrics import LossMetrics, LossTotals, OptimizerMetrics
 from nexrl_trainer.tensor_slices import SavedTensors, own_slice
 from nexrl_trainer.trained_weights import Adapter, AdapterSettings, TrainedWeights, WholeModel
 
-_RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 _HOST = torch.device("cpu")
 
 
@@ -279,9 +279,9 @@ class Learner:
         tensors = self.trained.tensors()
         for name in weights:
             weights.fill(name, tensors[name].detach())
-        for name, (state, set_state) in _random_states(self.model.device).items():
+        for name, (state, set_state) in random_states(self.model.device).items():
             # A rank that the checkpoint does not know continues as rank 0.
-            own = _name_at(name, self.ranks.rank)
+            own = name_at(name, self.ranks.rank)
             if (found := own if own in training else name) in training:
                 training.fill(found, state)
                 set_state(state)
@@ -333,7 +333,7 @@ class Learner:
             optimizer |= self.critic.tensors()
         if self.ranks.rank:
             optimizer = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
-        own = {_name_at(name, self.ranks.rank): state for name, (state, _) in _random_states(self.model.device).items()}
+        own = {name_at(name, self.ranks.rank): state for name, (state, _) in random_states(self.model.device).items()}
         return own | optimizer
 
     def _backward(
@@ -392,19 +392,3 @@ def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
             f"train batch: columns: algorithm.type ppo needs {VALUES} and {RETURNS} of each token, float32 [N], and "
             "advantages made of them"
         )
-
-
-def _name_at(name: str, rank: int) -> str:
-    """Return the name of a rank's own tensor in a checkpoint; that of rank 0 is the one of a single rank."""
-    return f"{name}.{rank}" if rank else name
-
-
-def _random_states(device: torch.device) -> dict[str, tuple[Tensor, Callable[[Tensor], None]]]:
-    """Return a copy of each random-number state, and what sets it."""
-    states: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {_RNG: (torch.get_rng_state(), torch.set_rng_state)}
-    if device.type == "cuda":
-        states[_CUDA_RNG] = (
-            torch.cuda.get_rng_state(device).clone(),
-            lambda state: torch.cuda.set_rng_state(state, device),
-        )
-    return states

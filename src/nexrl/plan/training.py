@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nexrl.errors import naming
 from nexrl.plan.model_size import ModelSize, size_of
 from nexrl.spec import ExperimentSpec
-from nexrl.spec.algorithm import Ppo
+from nexrl.spec.critic import Ppo
 from nexrl.spec.model import PathModel
 
 LOGITS_CHUNK_BYTES = 128 * 2**20

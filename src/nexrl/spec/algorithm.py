@@ -6,7 +6,6 @@ from pydantic import Field, JsonValue, model_validator
 
 from nexrl.spec.advantages import ADVANTAGES, DESCRIPTION, DISTILLATION, WITHOUT_ADVANTAGES
 from nexrl.spec.correction import CorrectionSpec
-from nexrl.spec.critic import CriticSpec
 from nexrl.spec.overlong_penalty import OverlongPenaltySpec
 from nexrl.spec.reference_model import ReferenceSpec
 from nexrl.spec.section import (
@@ -252,38 +251,6 @@ class Grpo(AlgorithmSpec):
             raise refuse_key("passK", None, "is missing; advantage pass_at_k needs it, below trajectoryPool.groupSize")
         if self.advantage != "pass_at_k" and self.pass_k is not None:
             raise refuse_key("passK", self.pass_k, "only advantage pass_at_k has it; remove it")
-        return self
-
-
-class Ppo(AlgorithmSpec):
-    """Proximal policy optimisation with a critic: advantages of tokens by generalized advantage estimation (GAE).
-
-    Samples of equal rewards are trained, too, and groups of one.
-    """
-
-    type: Literal["ppo"] = Field(description="PPO with a critic.")
-    discount: Ratio = Field(
-        default=1.0,
-        description="Weight of a reward for each generated token between it and the token whose return it counts in.",
-    )
-    gae_lambda: Ratio = Field(
-        default=1.0,
-        description="Weight of the later steps in the estimate of an advantage (GAE). 1 = the whole return minus the "
-        "value; a lower one relies more on the critic, and varies less.",
-    )
-    critic: CriticSpec = Field(default_factory=CriticSpec, description="The second model, which foretells returns.")
-
-    @model_validator(mode="after")
-    def _learns_from_advantages(self) -> Self:
-        if self.loss in WITHOUT_ADVANTAGES:
-            raise refuse_key(
-                "loss", self.loss, "it does not use advantages, so the critic has no effect; use type grpo"
-            )
-        if self.teacher is not None:
-            raise refuse_key("teacher", self.teacher.path, "type ppo takes its advantages from the critic; remove it")
-        if self.zero_variance_groups == "refill":
-            reason = "the critic tells samples of equal rewards apart; use keep or drop"
-            raise refuse_key("zeroVarianceGroups", self.zero_variance_groups, reason)
         return self
 
 

@@ -7,8 +7,9 @@ compare with nor rewards to learn from.
 from collections.abc import Iterator
 from functools import singledispatch
 
-from nexrl.spec.algorithm import AlgorithmSpec, Grpo, OwnLoss, Ppo
+from nexrl.spec.algorithm import AlgorithmSpec, Grpo, OwnLoss
 from nexrl.spec.correction import CorrectionSpec, correction_is_off
+from nexrl.spec.critic import Ppo
 from nexrl.spec.data import DataSpec, FileDataSpec
 from nexrl.spec.rollout import RolloutSpec
 from nexrl.spec.section import Section, refuse_key

@@ -26,7 +26,7 @@ BuildBatch = Callable[..., TrainBatch]
 def rewarded(batch: TrainBatch, seed: int = 0) -> TrainBatch:
     """Add a reward of each trained token. Two sequences are a sample."""
     rewards_N = np.random.default_rng(seed).normal(size=len(batch.token_ids_N)).astype(np.float32) * batch.loss_mask_N
-    columns = {REWARDS: rewards_N, SAMPLE: np.arange(len(batch.lengths_B)) // 2}
+    columns: dict[str, np.ndarray] = {REWARDS: rewards_N, SAMPLE: np.arange(len(batch.lengths_B)) // 2}
     return replace(batch, columns=columns)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from nexrl.algorithm import Batch, Sample, Trajectory
 from nexrl.columns import TOKEN_REWARDS
 from nexrl.errors import InvalidArgumentError
-from nexrl.spec.algorithm import AlgorithmSpec, Ppo
+from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer.gae import RETURNS, REWARDS, SAMPLE, VALUES, check_rewards, gae, rewarded, with_advantages
 

@@ -129,8 +129,8 @@ def test_a_critic_is_planned_to_the_byte(dtype: Dtype) -> None:
     settings = LearnerSettings(AlgorithmSpec.model_validate({"type": "ppo"}), 4)
     learner = Learner(build_model(model, seed=0), settings, critic_model=lambda: critic_model)
     batch = _batch(size)
-    columns = {"rewards": batch.loss_mask_N.astype(np.float32), "sample": np.arange(len(batch.lengths_B))}
-    learner.train(replace(batch, columns=columns))
+    rewards_N, sample_B = batch.loss_mask_N.astype(np.float32), np.arange(len(batch.lengths_B))
+    learner.train(replace(batch, columns={"rewards": rewards_N, "sample": sample_B}))
     assert learner.critic
     held = sum(tensor.nbytes for tensor in learner.critic.tensors().values())
     gradients = 4 * sum(parameter.numel() for parameter in critic_model.parameters())
