@@ -71,7 +71,8 @@ FINE: dict[str, Object] = {
         "algorithm__type": "ppo",
         "algorithm__discount": 0.99,
         "algorithm__gaeLambda": 0.95,
-        "algorithm__critic": {"learningRate": 1e-4, "warmupSteps": 10},
+        "algorithm__critic": {"learningRate": 1e-4},
+        "algorithm__criticOnlySteps": 1,
         "trajectoryPool__groupSize": 1,
     },
     "discount": {"algorithm__advantage": "return_to_go", "algorithm__discount": 0.5},
@@ -225,6 +226,10 @@ WRONG: dict[str, tuple[Object, str]] = {
     "critic-and-refill": (
         {"algorithm__type": "ppo", "algorithm__zeroVarianceGroups": "refill"},
         "spec.algorithm.zeroVarianceGroups",
+    ),
+    "critic-alone-to-the-end": (
+        {"algorithm__type": "ppo", "algorithm__criticOnlySteps": 4, "trainer__steps": 4},
+        "spec.algorithm.criticOnlySteps",
     ),
     "critic-of-no-ppo": ({"algorithm__critic": {"learningRate": 1e-4}}, "spec.algorithm.critic"),
     "demonstrations-with-a-critic": (

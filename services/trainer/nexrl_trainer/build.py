@@ -109,7 +109,7 @@ def _frozen(spec: ExperimentSpec, model: ModelSpec, *, shares_prompts: bool | No
 
 
 def _critic_model(spec: ExperimentSpec, rank: int) -> PreTrainedModel:
-    """Build the model of the critic: that of the policy, with a value head."""
+    """Build the model of the critic: the initial one, with a value head."""
     model = _built(spec, spec.model, rank)
     give_value_head(model)
     return model

@@ -1,4 +1,4 @@
-"""The critic of PPO: a second model, which foretells the return of each token.
+"""The critic of PPO: a second model, which predicts the return of each token.
 
 Suffixes: _N tokens of a batch, _P trained tokens of a micro-batch, _H hidden size.
 """
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nexrl.critic_columns import RETURNS, VALUES
 from nexrl.errors import FailedPreconditionError
 from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
-from nexrl_trainer.gae import RETURNS, VALUES
 from nexrl_trainer.head import Head, linear
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.micro_batch import MicroBatch
@@ -29,7 +29,7 @@ _PREFIX = "critic."
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """`forward`, `layers` and `shares_prompts` are those of the policy's learner, whose architecture the critic has."""
+    """What a critic needs to know besides its model. `forward`, `layers` and `shares_prompts` are those of the policy."""
 
     algorithm: Ppo
     total_steps: int
@@ -43,14 +43,13 @@ def give_value_head(model: PreTrainedModel) -> None:
     weight: Tensor = next(model.get_output_embeddings().parameters())  # [vocabulary, hidden size]
     value_head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
     nn.init.zeros_(value_head.weight)
-    model.config.tie_word_embeddings = False
     model.set_output_embeddings(value_head)
 
 
 class Critic:
     """Trains `model`, which has a value head, beside the policy. Each of several ranks has one, as it has a learner.
 
-    The value of a trained token is that of its context: what the head makes of the token before it.
+    The value of a trained token is that of its context: the output of the head at the token before it.
     """
 
     def __init__(self, model: PreTrainedModel, settings: CriticSettings, ranks: Ranks) -> None:
@@ -108,7 +107,8 @@ class Critic:
         if not any(name.startswith(_PREFIX) for name in saved):
             raise FailedPreconditionError(
                 f"checkpoint {saved.origin}: it has no critic, so algorithm.type ppo cannot continue it; to begin with "
-                "its weights and a new critic, start another run with its folder as model.path"
+                "its weights and a new critic, start another run with its folder as model.path (of an adapter: "
+                "model.lora.initialAdapter)"
             )
         for name, weight in self._model.named_parameters():
             saved.check(f"{_PREFIX}weight.{name}", weight)

@@ -327,7 +327,7 @@ class TrainWorker:
     def _trained(self, batch: TrainBatch) -> StepMetrics:
         try:
             self.learner.check_train_batch(batch)
-        except InvalidArgumentError as error:  # of an external processor: it is dropped, and the run goes on
+        except InvalidArgumentError as error:  # of an external processor, or made for another algorithm
             raise TrainingFailedError(error.message) from None
         return self.learner.train(batch)
 

@@ -40,6 +40,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
         batch = decode_train_batch(request.tensors)
         _check_finite(batch)
+        self._worker.learner.check_train_batch(batch)
 
         def accumulate() -> pb.ForwardBackwardResponse:
             metrics = self._worker.learner.forward_backward(batch)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
+from nexrl.critic_columns import VALUES, check_critic_columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo
 from nexrl.spec.critic import Ppo
@@ -28,7 +29,7 @@ from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
 from nexrl_trainer.critic import Critic, CriticSettings
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
-from nexrl_trainer.gae import RETURNS, VALUES, ValueFigures, check_rewards, with_advantages
+from nexrl_trainer.gae import ValueFigures, with_advantages
 from nexrl_trainer.held_state import HeldState, name_at, random_states
 from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
@@ -108,7 +109,7 @@ class Learner:
         each update would have failed: no weight has changed then, unless the user's loss raised (`is_between_steps`).
         """
         algorithm = self.settings.algorithm
-        batch, of_critic = self._with_advantages(self._with_moving_reference(batch))
+        batch, of_critic = self._with_advantages(self._with_moving_reference(batch), self.values)
         made: list[tuple[LossMetrics, OptimizerMetrics]] = []
         failures: list[TrainingFailedError] = []
         for part in self._with_proximal(batch).parts(algorithm.mini_batches) * algorithm.epochs:
@@ -155,11 +156,16 @@ class Learner:
 
         `algorithm` replaces the algorithm of the settings for this call. `denominator` is that of `token_weights`, and
         is required when the step has several batches. Raises InvalidArgumentError if the loss needs reference
-        log-probabilities or pairs, or the critic values and returns, and the batch has none.
+        log-probabilities or pairs, or the critic rewards, and the batch has none; and for `algorithm` or `denominator`
+        if there is a critic. Advantages come from the critic as it is, unless `train` has added them.
         """
+        if self.critic and (algorithm is not None or denominator is not None):
+            raise InvalidArgumentError("forward_backward: algorithm, denominator: not with algorithm.type ppo")
         objective = Objective(algorithm, self.settings.folder) if algorithm else self._objective
         algorithm = objective.algorithm
-        _check_columns(batch, algorithm)
+        _check_columns(batch, algorithm, is_prepared=True)
+        if self.critic and VALUES not in batch.columns:
+            batch, _ = self._with_advantages(batch, self.critic.values)
         if isinstance(algorithm, Dpo):
             if denominator is not None:
                 raise InvalidArgumentError(
@@ -197,15 +203,15 @@ class Learner:
             if norm is not None and not np.isfinite(norm):
                 Learner.clear_gradients(self)  # not as a call of its own, which other ranks would get twice
                 raise TrainingFailedError(f"step {self.step + 1}: gradient norm{owner} is {norm}")
-        lr = learning_rate(self.step, algorithm, self.settings.total_steps)
         if self.critic:
             self.critic.update(self.step)
-        if isinstance(algorithm, Ppo) and self.step < algorithm.critic.warmup_steps:
-            lr = 0.0
-            self.optimizer.clear_gradients()
+        first, lr = algorithm.critic_only_steps if isinstance(algorithm, Ppo) else 0, 0.0
+        if self.step < first:
+            Learner.clear_gradients(self)
         else:
+            lr = learning_rate(self.step - first, algorithm, max(0, self.settings.total_steps - first))
             self.optimizer.update(lr)
-        self._objective.coefficients.keep()
+            self._objective.coefficients.keep()
         return OptimizerMetrics(step=self.step + 1, lr=lr, grad_norm=grad_norm, critic_grad_norm=critic_norm)
 
     def end_step(self) -> None:
@@ -226,15 +232,12 @@ class Learner:
     def check_train_batch(self, batch: TrainBatch) -> None:
         """Raise InvalidArgumentError for a batch without what `train` needs of it, before anything is computed."""
         self.forward_pass.check_batch(batch)
-        if isinstance(self.settings.algorithm, Dpo):
-            check_pairs(batch)
-        if self.critic:
-            check_rewards(batch)
+        _check_columns(batch, self.settings.algorithm, is_prepared=False)
 
     def check_batch(self, batch: TrainBatch) -> None:
         """Raise what `forward_backward` raises for a batch that it cannot train, before it computes anything."""
         self.forward_pass.check_batch(batch)
-        _check_columns(batch, self.settings.algorithm)
+        _check_columns(batch, self.settings.algorithm, is_prepared=True)
 
     def check_saved(self, training: SavedTensors) -> None:
         """Raise FailedPreconditionError if a checkpoint has what `restore` could not load. Nothing changes."""
@@ -307,12 +310,14 @@ class Learner:
             return batch
         return replace(batch, reference_logprobs_N=self.forward_reference(batch))
 
-    def _with_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, ValueFigures | None]:
+    def _with_advantages(
+        self, batch: TrainBatch, values: Callable[[TrainBatch], NDArray[np.float32]]
+    ) -> tuple[TrainBatch, ValueFigures | None]:
         """Add advantages, values and returns, which the critic of this moment decides: only a step knows them."""
         if self.critic is None or not batch.token_count:
             return batch, None
         assert isinstance(self.settings.algorithm, Ppo)
-        return with_advantages(batch, self.values(batch), self.settings.algorithm)
+        return with_advantages(batch, values(batch), self.settings.algorithm)
 
     def _critic(self, model: PreTrainedModel) -> Critic:
         settings, algorithm = self.settings, self.settings.algorithm
@@ -382,13 +387,12 @@ class MockLearner(Learner):
         return OptimizerMetrics(step=self.step + 1, lr=0.0, grad_norm=0.0)
 
 
-def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
-    if algorithm.needs_reference and batch.reference_logprobs_N is None:
+def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec, *, is_prepared: bool) -> None:
+    """`is_prepared`: the batch has what only a step can add."""
+    needs_reference = algorithm.needs_reference if is_prepared else algorithm.needs_initial_model
+    if needs_reference and batch.reference_logprobs_N is None:
         raise InvalidArgumentError("train batch: reference_logprobs_N: needed for klCoefficient and loss dpo")
     if isinstance(algorithm, Dpo):
         check_pairs(batch)
-    if isinstance(algorithm, Ppo) and batch.token_count and not {VALUES, RETURNS} <= batch.columns.keys():
-        raise InvalidArgumentError(
-            f"train batch: columns: algorithm.type ppo needs {VALUES} and {RETURNS} of each token, float32 [N], and "
-            "advantages made of them"
-        )
+    if isinstance(algorithm, Ppo) and not (is_prepared and VALUES in batch.columns):
+        check_critic_columns(batch)

@@ -18,7 +18,7 @@ from nexrl_trainer.objective import ObjectiveTerms
 from nexrl_trainer.ranks import Ranks
 
 _MEANS = ("entropy", "reference_kl", "ratio_mean", "mismatch_kl", "clip_fraction", "left_out_fraction")
-_OVER_TOKENS = (*_MEANS, "ratio_min", "ratio_max")
+_OVER_TOKENS = (*_MEANS, "ratio_min", "ratio_max", "value_loss")
 
 
 @dataclass(frozen=True)

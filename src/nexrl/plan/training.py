@@ -114,7 +114,7 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         weights=shard * item + (trained * 4 if training.adapter_rank else 0),
         masters=0 if item == 4 or training.adapter_rank else shard * 4,
         gradients=trained * 4,
-        optimizer=_moment_bytes(size, training, training.ranks),
+        optimizer=_moment_bytes(size, training, training.ranks, _trained(size, training)),
         # Its own weights, and those of the policy while it takes their place.
         moving_reference=shard * (4 + item) if training.has_moving_reference else 0,
         critic=_critic_bytes(size, training) if training.has_critic else 0,
@@ -123,25 +123,21 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
         activations=activation_bytes(size, training),
         logits=_logits_bytes(size, training),
-        whole_model=size.parameters * 4,
+        # A critic is built when the policy has its shard.
+        whole_model=size.parameters * 4 + (shard * (4 if item == 4 else item + 4) if training.has_critic else 0),
     )
 
 
 def critic_state_bytes(size: ModelSize, training: Training, ranks: int) -> int:
     """Return the bytes of a rank's weights, masters and moments of the critic, all of which is trained."""
-    masters = 0 if training.item_bytes == 4 else 4
-    tensors = size.tensors + (1 if size.is_tied else 0)  # with a head of its own
-    return -(-_critic_parameters(size) // ranks) * (training.item_bytes + masters + 8) + 4 * tensors
+    trained, masters = _critic(size), 0 if training.item_bytes == 4 else 4
+    weights = -(-trained.parameters // ranks) * (training.item_bytes + masters)
+    return weights + _moment_bytes(size, training, ranks, trained)
 
 
 def _critic_bytes(size: ModelSize, training: Training) -> int:
-    gradients = -(-_critic_parameters(size) // training.ranks) * 4
+    gradients = -(-_critic(size).parameters // training.ranks) * 4
     return critic_state_bytes(size, training, training.ranks) + gradients
-
-
-def _critic_parameters(size: ModelSize) -> int:
-    """Return those of the policy with a head of one output."""
-    return size.parameters - (0 if size.is_tied else size.vocabulary * size.hidden) + size.hidden
 
 
 def activation_bytes(size: ModelSize, training: Training) -> int:
@@ -174,12 +170,12 @@ def snapshot_bytes(size: ModelSize, training: Training) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, training: Training) -> int:
-    """Return the size of one checkpoint: trained weights, masters of 16-bit weights, moments."""
+    """Return the size of one checkpoint: trained weights, masters of 16-bit weights, moments; and those of a critic."""
     trained = _trained(size, training)
     own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
     reference = trained.parameters * 4 if training.has_moving_reference else 0
     critic = critic_state_bytes(size, training, ranks=1) if training.has_critic else 0
-    return trained.parameters * own + _moment_bytes(size, training, ranks=1) + reference + critic
+    return trained.parameters * own + _moment_bytes(size, training, 1, trained) + reference + critic
 
 
 @cache  # `nexrl plan` asks once for each remedy, and a GGUF file takes seconds
@@ -188,12 +184,11 @@ def _parameters(teacher: str) -> int:
         return size_of(PathModel(path=teacher)).parameters
 
 
-def _moment_bytes(size: ModelSize, training: Training, ranks: int) -> int:
+def _moment_bytes(size: ModelSize, training: Training, ranks: int, trained: "_Trained") -> int:
     """Return the bytes of a rank's moments: two of AdamW, and the number of updates of each tensor; one of Muon.
 
     The matrices of Muon are the seven of a dense Llama layer, that is all of it but its two norms.
     """
-    trained = _trained(size, training)
     if not training.has_muon:
         return -(-trained.parameters // ranks) * 8 + 4 * trained.tensors
     matrices = size.layers * (size.layer - 2 * size.hidden)
@@ -213,6 +208,12 @@ def _trained(size: ModelSize, training: Training) -> _Trained:
     attention = 2 * (size.hidden + width) + 2 * (size.hidden + kv_width)
     feed_forward = 3 * (size.hidden + size.feed_forward)
     return _Trained(training.adapter_rank * size.layers * (attention + feed_forward), 14 * size.layers)
+
+
+def _critic(size: ModelSize) -> _Trained:
+    """Return what is trained of the critic: the model with a head of one output, of its own."""
+    head = 0 if size.is_tied else size.vocabulary * size.hidden
+    return _Trained(size.parameters - head + size.hidden, size.tensors + (1 if size.is_tied else 0))
 
 
 def _logits_bytes(size: ModelSize, training: Training) -> int:

@@ -96,7 +96,7 @@ RULES: Sequence[Rule] = (
         "algorithm",
         "zeroVarianceGroups",
         "self.type != 'ppo' || self.zeroVarianceGroups != 'refill'",
-        "the critic tells samples of equal rewards apart; use keep or drop",
+        "type ppo compares no samples, so equal rewards are no reason to refill a group; remove it",
     ),
     Rule(
         "algorithm",
@@ -170,6 +170,13 @@ RULES: Sequence[Rule] = (
         "self.algorithm.optimizer != 'muon' || self.trainer.replicas == 1 && self.trainer.processesPerReplica == 1"
         " && !has(self.model.lora)",
         "muon needs whole matrices, which neither several ranks nor model.lora have; use adamw",
+    ),
+    Rule(
+        "",
+        "algorithm.criticOnlySteps",
+        "!has(self.algorithm.criticOnlySteps) || self.trainer.steps == 0"
+        " || self.algorithm.criticOnlySteps < self.trainer.steps",
+        "must be below trainer.steps, or the policy is never trained",
     ),
     Rule(
         "",

@@ -13,15 +13,12 @@ class CriticSpec(Section):
     """A model as the policy is at the start, with one output instead of its head, and an optimizer of its own."""
 
     learning_rate: float = Field(
-        default=1e-5, gt=0, le=1, description="Highest learning rate of the critic. Its schedule is that of the policy."
+        default=1e-5, gt=0, le=1, description="Highest learning rate of the critic. Schedule as algorithm.learningRate."
     )
     value_clip: Limit | None = Field(
         default=0.2,
         description="A value counts as at most this far from the value at the start of the step, if that makes its "
         "loss larger. none = no limit.",
-    )
-    warmup_steps: CountOrZero = Field(
-        default=0, description="First steps, in which the critic alone is trained: until then its values say nothing."
     )
 
 
@@ -41,7 +38,12 @@ class Ppo(AlgorithmSpec):
         description="Weight of the later steps in the estimate of an advantage (GAE). 1 = the whole return minus the "
         "value; a lower one relies more on the critic, and varies less.",
     )
-    critic: CriticSpec = Field(default_factory=CriticSpec, description="The second model, which foretells returns.")
+    critic_only_steps: CountOrZero = Field(
+        default=0,
+        description="First steps, in which only the critic is trained: the values of a new critic predict nothing. The "
+        "schedule of the policy's learning rate begins after them.",
+    )
+    critic: CriticSpec = Field(default_factory=CriticSpec, description="The second model, which predicts returns.")
 
     @model_validator(mode="after")
     def _learns_from_advantages(self) -> Self:
@@ -52,6 +54,6 @@ class Ppo(AlgorithmSpec):
         if self.teacher is not None:
             raise refuse_key("teacher", self.teacher.path, "type ppo takes its advantages from the critic; remove it")
         if self.zero_variance_groups == "refill":
-            reason = "the critic tells samples of equal rewards apart; use keep or drop"
+            reason = "type ppo compares no samples, so equal rewards are no reason to refill a group; remove it"
             raise refuse_key("zeroVarianceGroups", self.zero_variance_groups, reason)
         return self

@@ -34,7 +34,12 @@ from nexrl.spec import validate_file
         (
             {"algorithm": {"type": "ppo", "zeroVarianceGroups": "refill"}},
             "spec.algorithm.zeroVarianceGroups",
-            ["use keep or drop"],
+            ["compares no samples"],
+        ),
+        (
+            {"algorithm": {"type": "ppo", "criticOnlySteps": 4}, "trainer": {"steps": 4}},
+            "spec.algorithm.criticOnlySteps",
+            ["4", "must be below trainer.steps"],
         ),
         ({"algorithm": {"type": "ppo", "advantage": "rloo"}}, "spec.algorithm.advantage", ["only type grpo has"]),
         ({"algorithm": {"gaeLambda": 0.9}}, "spec.algorithm.gaeLambda", ["only type ppo has"]),

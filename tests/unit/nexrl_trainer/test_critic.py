@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from nexrl.critic_columns import RETURNS, REWARDS, SAMPLE, VALUES
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, TrainingFailedError
 from nexrl.models import iter_weights
+from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.train_batch import TrainBatch
 from nexrl_trainer.checkpoint import CheckpointMetadata, load_checkpoint
 from nexrl_trainer.critic import value_loss
-from nexrl_trainer.gae import RETURNS, REWARDS, SAMPLE, VALUES
 from nexrl_trainer.step import Learner
 from tests.support.checkpoints import save_checkpoint
 
@@ -84,14 +85,18 @@ def test_the_step_is_the_same_for_any_split(build_learner: BuildLearner, build_b
         torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=tolerance)
 
 
-def test_the_policy_waits_until_the_critic_has_warmed_up(build_learner: BuildLearner, build_batch: BuildBatch) -> None:
-    learner = build_learner(type="ppo", critic={"learning_rate": 1e-2, "warmup_steps": 2})
+def test_only_the_critic_is_trained_first_and_then_the_policys_schedule_begins(
+    build_learner: BuildLearner, build_batch: BuildBatch
+) -> None:
+    learner = build_learner(type="ppo", critic_only_steps=2, entropy_coefficient=0.1, entropy_target=100.0)
     policy, critic = weights_of(learner), critic_of(learner)
     for step in range(2):
         assert learner.train(rewarded(build_batch(step))).lr == 0.0
     assert all(torch.equal(weight, policy[name]) for name, weight in weights_of(learner).items())
     assert any(not torch.equal(weight, critic[name]) for name, weight in critic_of(learner).items())
-    assert learner.train(rewarded(build_batch(2))).lr > 0.0
+    metrics = learner.train(rewarded(build_batch(2)))
+    assert metrics.lr == 1e-2 / 2  # the first of its two warm-up steps
+    assert metrics.entropy_coefficient == 0.1  # nothing has moved it meanwhile
     assert any(not torch.equal(weight, policy[name]) for name, weight in weights_of(learner).items())
 
 
@@ -145,8 +150,25 @@ def test_a_batch_without_rewards_or_values_is_refused(build_learner: BuildLearne
     learner = build_learner(type="ppo")
     with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]"):
         learner.check_train_batch(build_batch(0))
-    with pytest.raises(InvalidArgumentError, match="needs values and returns of each token"):
-        learner.forward_backward(rewarded(build_batch(0)))
+    with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]"):
+        learner.forward_backward(build_batch(0))
+    own = rewarded(build_batch(0))
+    with pytest.raises(InvalidArgumentError, match=r"columns\[values\]: .* another name"):
+        learner.check_train_batch(replace(own, columns={**own.columns, VALUES: own.advantages_N}))
+    with pytest.raises(InvalidArgumentError, match="not with algorithm.type ppo"):
+        learner.forward_backward(own, denominator=9)
+    with pytest.raises(InvalidArgumentError, match="not with algorithm.type ppo"):
+        learner.forward_backward(own, AlgorithmSpec())
+
+
+def test_the_verbs_of_a_step_make_the_step(build_learner: BuildLearner, build_batch: BuildBatch) -> None:
+    by_verbs, whole = (build_learner(type="ppo", critic={"learning_rate": 1e-2}) for _ in range(2))
+    for step in range(2):
+        by_verbs.forward_backward(rewarded(build_batch(step)))
+        by_verbs.optimizer_step()
+        whole.train(rewarded(build_batch(step)))
+    expected = weights_of(whole)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(by_verbs).items())
 
 
 def test_a_gradient_of_the_critic_that_is_not_finite_changes_nothing(

@@ -1,5 +1,6 @@
 """Advantages of tokens from rewards and values: the formula, and which token a reward belongs to."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ from hypothesis import strategies as st
 
 from nexrl.algorithm import Batch, Sample, Trajectory
 from nexrl.columns import TOKEN_REWARDS
+from nexrl.critic_columns import RETURNS, REWARDS, SAMPLE, VALUES, check_critic_columns
 from nexrl.errors import InvalidArgumentError
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch, TrainSequence
-from nexrl_trainer.gae import RETURNS, REWARDS, SAMPLE, VALUES, check_rewards, gae, rewarded, with_advantages
+from nexrl_trainer.gae import gae, rewarded, with_advantages
 
 FLOATS = st.floats(-10, 10, allow_nan=False)
 SHARES = st.floats(0, 1)
@@ -63,7 +65,8 @@ def test_a_reward_of_a_tool_result_belongs_to_the_token_that_led_to_it() -> None
     """Tokens 3 and 4 are the result of a tool, token 0 the prompt, whose reward nobody has earned."""
     rewards = [9.0, 0.0, 1.0, 2.0, 4.0, 0.5, 0.0]
     batch = packed([trajectory([0, 1, 1, 0, 0, 1, 0], sum(rewards) + 1, rewards)])
-    assert batch.columns[REWARDS].tolist() == [0, 0, 1 + 2 + 4, 0, 0, 0.5 + 1, 0]
+    changed, _ = with_advantages(batch, np.zeros(7, np.float32), ppo())
+    assert changed.columns[RETURNS].tolist() == [0, 7 + 1.5, 1 + 2 + 4 + 1.5, 0, 0, 0.5 + 1, 0]
 
 
 def test_a_later_trajectory_of_a_sample_counts_for_the_earlier_one_and_no_other_sample() -> None:
@@ -85,7 +88,7 @@ def test_advantages_are_whitened_and_the_figures_say_how_good_the_values_were() 
     batch = packed([trajectory([0, 1], 1.0)], [trajectory([0, 1], 3.0)])
     values_N = np.array([0, 1, 0, 2], np.float32)
     changed, figures = with_advantages(batch, values_N, ppo())
-    np.testing.assert_allclose(changed.advantages_N, [0, -1, 0, 1], atol=1e-3)
+    np.testing.assert_allclose(changed.advantages_N, np.array([0, -1, 0, 1]) / np.sqrt(2), atol=1e-3)
     assert changed.columns[VALUES].tolist() == values_N.tolist()
     assert figures is not None
     assert (figures.return_mean, figures.value_mean, figures.explained_variance) == (2.0, 1.5, 0.75)
@@ -109,11 +112,18 @@ def test_equal_returns_have_no_variance_to_explain() -> None:
 def test_a_batch_without_the_columns_of_a_critic_is_refused_by_their_names() -> None:
     plain = TrainSequence([1, 2], [False, True], [0.0, -1.0], 0.0)
     with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]: .* needs the reward of each token"):
-        check_rewards(TrainBatch.pack([plain]))
+        check_critic_columns(TrainBatch.pack([plain]))
     with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]"):
-        check_rewards(
+        check_critic_columns(
             TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, np.nan]})])
         )
     with pytest.raises(InvalidArgumentError, match=r"columns\[sample\]: .* an integer for each sequence"):
-        check_rewards(TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, 1]})]))
-    check_rewards(TrainBatch.pack([]))
+        check_critic_columns(TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, 1]})]))
+    check_critic_columns(TrainBatch.pack([]))
+
+
+@pytest.mark.parametrize("name", [REWARDS, SAMPLE])
+def test_a_column_of_a_rollout_with_the_name_of_one_of_ours_is_refused(name: str) -> None:
+    own = replace(trajectory([0, 1], 1.0), columns={name: np.zeros(2, np.float32)})
+    with pytest.raises(InvalidArgumentError, match=rf"columns\[{name}\] of sample 0: .* another name"):
+        packed([own])
