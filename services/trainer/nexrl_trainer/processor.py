@@ -19,6 +19,7 @@ from nexrl.algorithm import Batch, ForwardPass, PreparedBatch, Processor, Proces
 from nexrl.batch_proto import decode_batch
 from nexrl.client import BatchClient
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
+from nexrl.critic_columns import check_critic_columns
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.run_layout import batch_path
@@ -126,6 +127,8 @@ class AlgorithmProcessor:
             if not isinstance(prepared, PreparedBatch):
                 raise InvalidArgumentError(f"fit returned {type(prepared).__name__}; a PreparedBatch is needed")
             batch = TrainBatch.pack(prepared.sequences)
+            if isinstance(algorithm, Ppo):
+                check_critic_columns(batch)
         if algorithm.needs_initial_model and batch.reference_logprobs_N is None:
             batch = replace(batch, reference_logprobs_N=self._reference(batch))
         return batch, {**batch_metrics(lease), **prepared.metrics}
