@@ -9,8 +9,8 @@ from nexrl.errors import InvalidArgumentError, Violation
 from nexrl.train_batch import TrainBatch
 
 REWARDS, SAMPLE = "rewards", "sample"
-"""Columns that a processor adds: the reward of each token, float32 [N]; the number of the sample that a sequence belongs
-to, int64 [B]."""
+"""Columns that a processor adds: the reward of each token, float32 [N]; the number of the sample that a sequence
+belongs to, int64 [B]."""
 VALUES, RETURNS = "values", "returns"
 """Columns that the step adds, float32 [N]: the critic's values at its start, and what the critic learns."""
 

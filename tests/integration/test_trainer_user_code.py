@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from nexrl.batch_proto import decode_batch
-from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
-from nexrl.critic_columns import REWARDS, SAMPLE
 from nexrl.client import BatchClient, TrainBatchClient
+from nexrl.critic_columns import REWARDS, SAMPLE
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, TrainingFailedError
 from nexrl.rpc.client import connect
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
+from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
 from nexrl_trainer import loop
 from nexrl_trainer.preference import PAIR
 from tests.support.pool import PoolClient

@@ -29,7 +29,7 @@ _PREFIX = "critic."
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """What a critic needs to know besides its model. `forward`, `layers` and `shares_prompts` are those of the policy."""
+    """What a critic needs besides its model. `forward`, `layers` and `shares_prompts` are those of the policy."""
 
     algorithm: Ppo
     total_steps: int

@@ -49,8 +49,8 @@ def rewarded(
         for trajectory, part in zip(sample.trajectories, np.split(rewards_T, ends), strict=True):
             if taken := trajectory.columns.keys() & {REWARDS, SAMPLE}:
                 raise InvalidArgumentError(
-                    f"columns[{min(taken)}] of sample {sample.sample_id}: algorithm.type ppo has a column of this name; "
-                    "give yours another name"
+                    f"columns[{min(taken)}] of sample {sample.sample_id}: algorithm.type ppo has a column of this "
+                    "name; give yours another name"
                 )
             sequences.append(trajectory.sequence(0.0, {REWARDS: part, SAMPLE: np.array(number)}))
     return PreparedBatch(sequences, metrics)
@@ -61,9 +61,9 @@ def with_advantages(
 ) -> tuple[TrainBatch, ValueFigures | None]:
     """Return the batch with advantages, values and returns; and figures, None without a trained token.
 
-    `values_N`: the critic's value of the context of each trained token, 0 elsewhere. The sequences of a sample are taken
-    end to end. The reward of a context token belongs to the trained token before it, which led to it; one before the
-    first trained token to none. Advantages are standardised over all trained tokens of the batch.
+    `values_N`: the critic's value of the context of each trained token, 0 elsewhere. The sequences of a sample are
+    taken end to end. The reward of a context token belongs to the trained token before it, which led to it; one before
+    the first trained token to none. Advantages are standardised over all trained tokens of the batch.
     """
     if not batch.token_count:
         return batch, None

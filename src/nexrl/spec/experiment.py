@@ -16,8 +16,8 @@ from nexrl.spec import demonstrations
 from nexrl.spec.advantages import BATCH_BASELINES, GROUP_BASELINES, TURN_BASELINE
 from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl.spec.cluster import CodeFiles, ControllerSpec, StorageSpec
-from nexrl.spec.data import DataSpec
 from nexrl.spec.critic import Ppo
+from nexrl.spec.data import DataSpec
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.model import ModelSpec, ScratchModel
 from nexrl.spec.monitor import FailurePolicySpec, LoggerSpec, MonitorSpec

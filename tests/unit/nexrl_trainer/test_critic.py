@@ -155,9 +155,9 @@ def test_a_batch_without_rewards_or_values_is_refused(build_learner: BuildLearne
     own = rewarded(build_batch(0))
     with pytest.raises(InvalidArgumentError, match=r"columns\[values\]: .* another name"):
         learner.check_train_batch(replace(own, columns={**own.columns, VALUES: own.advantages_N}))
-    with pytest.raises(InvalidArgumentError, match="not with algorithm.type ppo"):
+    with pytest.raises(InvalidArgumentError, match=r"not with algorithm\.type ppo"):
         learner.forward_backward(own, denominator=9)
-    with pytest.raises(InvalidArgumentError, match="not with algorithm.type ppo"):
+    with pytest.raises(InvalidArgumentError, match=r"not with algorithm\.type ppo"):
         learner.forward_backward(own, AlgorithmSpec())
 
 

@@ -118,7 +118,9 @@ def test_a_batch_without_the_columns_of_a_critic_is_refused_by_their_names() -> 
             TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, np.nan]})])
         )
     with pytest.raises(InvalidArgumentError, match=r"columns\[sample\]: .* an integer for each sequence"):
-        check_critic_columns(TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, 1]})]))
+        check_critic_columns(
+            TrainBatch.pack([TrainSequence([1, 2], [False, True], [0, -1], 0, columns={REWARDS: [0, 1]})])
+        )
     check_critic_columns(TrainBatch.pack([]))
 
 
