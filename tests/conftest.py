@@ -46,7 +46,7 @@ def forget_user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """What a test wrote and imported as user code is not what the next test imports under that name."""
     yield
     written = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # a finalizer may import
         if str(getattr(module, "__file__", None)).startswith(written):
             del sys.modules[name]
 

@@ -1,8 +1,6 @@
 """What the API server accepts of an Experiment, and what it refuses: each rule both ways."""
 
-import copy
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -10,10 +8,8 @@ import pytest
 from nexrl.errors import InvalidArgumentError
 from nexrl.k8s.api import EXPERIMENT, Api, ApiError
 from nexrl.spec import parse_experiment, yaml_core
-from tests.support.kubelet import experiment_object
+from tests.support.documents import Object, document
 from tests.support.marks import ROOT
-
-Object = dict[str, Any]
 
 EXAMPLES = [
     "examples/sort-digits.yaml",
@@ -25,24 +21,6 @@ EXAMPLES = [
     "tests/chaos/copy-digits.yaml",
     "tests/vllm/copy-digits.yaml",
 ]
-
-
-def document(**changes: Any) -> Object:
-    """An experiment with changes by path, as rollout__replicas=2; ... takes a key away."""
-    item = experiment_object(f"x-{uuid4().hex[:8]}")
-    for path, value in changes.items():
-        change(item["spec"], path, value)
-    return item
-
-
-def change(spec: Object, path: str, value: Any) -> None:
-    *parents, key = path.split("__")
-    for parent in parents:
-        spec = spec.setdefault(parent, {})
-    if value is ...:
-        spec.pop(key, None)
-    else:
-        spec[key] = value
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
@@ -89,6 +67,14 @@ FINE: dict[str, Object] = {
         "algorithm__reference": {"type": "refreshed", "everySteps": 100},
     },
     "averaged-reference": {"algorithm__loss": "dpo", "algorithm__reference": {"type": "average", "decay": 0.99}},
+    "critic": {
+        "algorithm__type": "ppo",
+        "algorithm__discount": 0.99,
+        "algorithm__gaeLambda": 0.95,
+        "algorithm__critic": {"learningRate": 1e-4},
+        "algorithm__criticOnlySteps": 1,
+        "trajectoryPool__groupSize": 1,
+    },
     "discount": {"algorithm__advantage": "return_to_go", "algorithm__discount": 0.5},
     "pass-k": {"algorithm__advantage": "pass_at_k", "algorithm__passK": 4},
     "group-of-one-for-a-mock-trainer": {"trainer__backend": "mock", "trajectoryPool__groupSize": 1},
@@ -229,6 +215,27 @@ WRONG: dict[str, tuple[Object, str]] = {
         {"algorithm__processor": "external", "algorithm__teacher": {"path": "/models/teacher"}},
         "spec.algorithm.processor",
     ),
+    "critic-without-advantages": (
+        {"algorithm__type": "ppo", "algorithm__loss": "cross_entropy"},
+        "spec.algorithm.loss",
+    ),
+    "critic-and-teacher": (
+        {"algorithm__type": "ppo", "algorithm__teacher": {"path": "/models/teacher"}},
+        "spec.algorithm.teacher",
+    ),
+    "critic-and-refill": (
+        {"algorithm__type": "ppo", "algorithm__zeroVarianceGroups": "refill"},
+        "spec.algorithm.zeroVarianceGroups",
+    ),
+    "critic-alone-to-the-end": (
+        {"algorithm__type": "ppo", "algorithm__criticOnlySteps": 4, "trainer__steps": 4},
+        "spec.algorithm.criticOnlySteps",
+    ),
+    "critic-of-no-ppo": ({"algorithm__critic": {"learningRate": 1e-4}}, "spec.algorithm.critic"),
+    "demonstrations-with-a-critic": (
+        {**SUPERVISED, "algorithm__type": "ppo", "algorithm__loss": "task:loss"},
+        "spec.algorithm.type",
+    ),
     "dpo-in-parts": ({"algorithm__loss": "dpo", "algorithm__miniBatches": 2}, "spec.algorithm.miniBatches"),
     "dpo-corrected": (
         {"algorithm__loss": "dpo", "algorithm__correction": {"vetoRatio": 0.1}},
@@ -327,62 +334,6 @@ async def test_a_name_of_forty_characters_is_taken(api: Api) -> None:
     item = document()
     item["metadata"]["name"] = "a" * 40
     await api.create(item)
-
-
-ALWAYS: dict[str, Object] = {
-    "replicas": {"rollout__replicas": 4},
-    "ttl": {"ttlSecondsAfterFinished": 60},
-    "deadline": {"activeDeadlineSeconds": 3600},
-    "rollout-template": {"rollout__template": {"metadata": {"labels": {"a": "b"}}}},
-    "inference-template": {"inference__template": {"spec": {"priorityClassName": "high"}}},
-}
-WHILE_SUSPENDED: dict[str, Object] = {
-    "steps": {"trainer__steps": 8},
-    "learning-rate": {"algorithm__learningRate": 0.1},
-    "workers": {"rollout__workers": 3},
-    "engines": {"inference__replicas": 2},
-    "validation": {"validation": {"data": {"type": "mock"}}},
-    "code": {"code": {"task.py": "x = 2"}},
-    "trainer-template": {"trainer__template": {"spec": {"nodeSelector": {"a": "b"}}}},
-}
-NEVER: dict[str, Object] = {
-    "model": {"model__seed": 1},
-    "data": {"data__seed": 1},
-    "batch": {"trajectoryPool__batchSize": 128},
-    "group": {"trajectoryPool__groupSize": 4},
-    "storage": {"storage__size": "20Gi"},
-    "managed-by": {"managedBy": "kueue.x-k8s.io/multikueue"},
-}
-
-
-async def _changed(api: Api, changes: Object, *, suspend: bool) -> Object:
-    """A stored experiment with these changes, ready to be replaced."""
-    stored = await api.create(document(suspend=suspend))
-    changed = copy.deepcopy(stored)
-    for path, value in changes.items():
-        change(changed["spec"], path, value)
-    return changed
-
-
-@pytest.mark.parametrize("changes", ALWAYS.values(), ids=ALWAYS.keys())
-async def test_what_may_change_at_any_time_does(api: Api, changes: Object) -> None:
-    await api.replace(await _changed(api, changes, suspend=False))
-
-
-@pytest.mark.parametrize("changes", WHILE_SUSPENDED.values(), ids=WHILE_SUSPENDED.keys())
-async def test_the_rest_changes_only_while_suspended(api: Api, changes: Object) -> None:
-    with pytest.raises(ApiError, match=r"set spec\.suspend to true"):
-        await api.replace(await _changed(api, changes, suspend=False))
-    await api.replace(await _changed(api, changes, suspend=True))
-    await api.replace(await _changed(api, {**changes, "suspend": False}, suspend=True))  # as Kueue does
-    await api.replace(await _changed(api, {**changes, "suspend": True}, suspend=False))
-
-
-@pytest.mark.parametrize("changes", NEVER.values(), ids=NEVER.keys())
-async def test_what_makes_it_that_experiment_never_changes(api: Api, changes: Object) -> None:
-    for suspend in (False, True):
-        with pytest.raises(ApiError, match="never changes"):
-            await api.replace(await _changed(api, changes, suspend=suspend))
 
 
 async def test_scale_reads_and_writes_the_rollouts(api: Api) -> None:

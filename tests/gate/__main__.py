@@ -53,13 +53,14 @@ def run(chosen: Sequence[Part], lanes: Lanes) -> list[Result]:
     """Run the chosen parts, print how they ended, and return their results."""
     began, known = monotonic(), flaky.load()
     first = lanes.run([part for part in chosen if part.is_first])
+    if late := [*flaky.overdue(known), *flaky.not_listed(stamp_before(), known, flaky.load_at(base()))]:
+        first.append(Result(flaky.LIST.name, Verdict.FAILED, why="; ".join(late)))
     others = [part for part in chosen if not part.is_first]
-    if any(result.verdict is Verdict.FAILED for result in first):
-        results = [*first, *(Result(part.name, Verdict.NOT_RUN, why="form or types failed") for part in others)]
+    if failed := [result.part for result in first if result.verdict is Verdict.FAILED]:
+        why = f"{', '.join(failed)} failed"
+        results = [*first, *(Result(part.name, Verdict.NOT_RUN, why=why) for part in others)]
     else:
         results = once_more(chosen, [*first, *lanes.run(others)], lanes, known)
-    if late := [*flaky.overdue(known), *flaky.not_listed(stamp_before(), known, flaky.load_at(base()))]:
-        results.append(Result(flaky.LIST.name, Verdict.FAILED, why="; ".join(late)))
     print_end(results, known)
     say(f"the gate is {'green' if is_green(results) else 'RED'} after {(monotonic() - began) / 60:.1f} minutes")
     return results

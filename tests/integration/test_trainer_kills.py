@@ -10,6 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,13 +49,13 @@ has counted the step, and the trainer does not know it."""
 STEPS = len(BOUNDARIES) + EVERY_STEPS  # a death at each boundary, and a checkpoint after all of them
 
 
-def experiment(name: str, steps: int = STEPS, lease_seconds: float = 60.0) -> Experiment:
+def experiment(name: str, steps: int = STEPS, lease_seconds: float = 60.0, **algorithm: Any) -> Experiment:
     return small_experiment(
         name,
         data={"type": "mock", "size": 4096, "shuffle": False},
         trainer={"steps": steps},
         checkpoint={"everySteps": EVERY_STEPS},
-        algorithm={"learningRate": 0.01},
+        algorithm={"learningRate": 0.01, **algorithm},
         rollout={"maxNewTokens": 8, "leaseSeconds": lease_seconds},
     )
 
@@ -67,9 +68,9 @@ def forgotten(name: str) -> Experiment:
     return experiment(name, LOSS_STEPS, lease_seconds=1.0)
 
 
-async def undisturbed(folder: Path, redis_url: str, name: str, steps: int = STEPS) -> World:
+async def undisturbed(folder: Path, redis_url: str, name: str, steps: int = STEPS, **algorithm: Any) -> World:
     """A run whose trainer is never killed."""
-    async with running_world(folder, redis_url, experiment(name, steps)) as world:
+    async with running_world(folder, redis_url, experiment(name, steps, **algorithm)) as world:
         assert await world.live() == 0
     assert [len(sample_ids) for sample_ids in world.steps] == [BATCH_SIZE] * steps
     return world
@@ -195,6 +196,19 @@ async def test_a_trainer_killed_in_every_step_makes_the_run_of_one_that_never_wa
         newest = find_latest_checkpoint(world.folder / "checkpoints")
         assert newest is not None
         assert read_metadata(newest).batch_ids == (steps - 2, steps - 1)
+
+
+@pytest.mark.gate
+async def test_a_trainer_that_is_killed_goes_on_with_its_critic(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    ppo: dict[str, Any] = {"type": "ppo", "critic": {"learningRate": 0.01}}
+    whole = await undisturbed(tmp_path / "whole", redis_url, f"{experiment_name}-whole", 4, **ppo)
+    async with running_world(tmp_path / "killed", redis_url, experiment(experiment_name, 4, **ppo)) as world:
+        assert await world.live(Death("CommitCheckpoint", 2, is_seen=True)) == KILLED
+        assert await world.live() == 0
+        await assert_same_run(world, whole)
+    assert world.resumed_from == [0, 2]
 
 
 @pytest.mark.soak

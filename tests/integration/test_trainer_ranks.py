@@ -79,6 +79,12 @@ def test_a_moving_reference_does_not_depend_on_the_number_of_ranks(
     assert_as_on_one_rank(train(case), by_rank)
 
 
+def test_a_critic_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses) -> None:
+    case = RankCase(STEPS, {"type": "ppo", "mini_batches": 2, "critic": {"learning_rate": 1e-2}})
+    (by_rank,) = ranks.train(2, [case])
+    assert_as_on_one_rank(train(case), by_rank)
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_an_adapter_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses, loss: str, size: int) -> None:

@@ -1,9 +1,10 @@
 """Processors of the user against the real pool: in the trainer, and in a process of their own."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 
 from nexrl.batch_proto import decode_batch
 from nexrl.client import BatchClient, TrainBatchClient
+from nexrl.critic_columns import REWARDS, SAMPLE
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, TrainingFailedError
 from nexrl.rpc.client import connect
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
+from nexrl.v1.trajectory_pool_service_pb2 import BatchLease
 from nexrl_trainer import loop
+from nexrl_trainer.preference import PAIR
 from tests.support.pool import PoolClient
 from tests.support.services import small_experiment
 from tests.support.trainers import Call, running_world
@@ -73,14 +77,14 @@ async def test_a_loss_that_raises_ends_the_trainer_and_drops_no_batch(
     world = await build("raising", algorithm={"loss": "raising:loss"})
     async with connect(world.pool.address) as channel:
         worker = world.worker(channel)
-        processing = asyncio.create_task(world.processor(channel, worker).run())
+        processor = asyncio.create_task(world.processor(channel, worker).run())
         with pytest.raises(
             TrainingFailedError,
             match=r"algorithm\.loss raising:loss: KeyError \(.*raising\.py:\d+\): 'no column absent",
         ):
             await worker.run()
-        processing.cancel()
-        await asyncio.wait([processing])
+        processor.cancel()
+        await asyncio.wait([processor])
     assert not (await world.pool.state()).dropped
 
 
@@ -110,27 +114,87 @@ async def test_a_process_of_ones_own_makes_the_train_batches(
     experiment = small_experiment(experiment_name, trainer={"steps": STEPS}, algorithm=algorithm)
     async with running_world(tmp_path / "run", redis_url, experiment) as world:
         world.before_call = observe
-        processing = asyncio.create_task(process(world.pool))
-        try:
+        async with processing(world.pool, put_leveled):
             assert await world.live() == 0
-        finally:
-            processing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await processing
     assert len(world.steps) == STEPS
     assert set(calls) >= {"LeaseTrainBatch", "AckTrainBatch"}
     assert not {"LeaseBatch", "PutTrainBatch"} & set(calls), "the trainer's own processor is switched off"
 
 
-async def process(pool: PoolClient) -> None:
+async def test_a_train_batch_without_what_the_critic_needs_is_refused_where_it_enters_and_nothing_is_dropped(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    async def put(client: BatchClient, lease: BatchLease) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]: algorithm.type ppo needs the reward"):
+            await put_leveled(client, lease)
+        sequences = [
+            t.sequence(0.0, {REWARDS: np.where(t.loss_mask, s.reward, 0.0), SAMPLE: np.array(number)})
+            for number, s in enumerate(decode_batch(lease).samples)
+            for t in s.trajectories
+        ]
+        await client.put(lease, TrainBatch.pack(sequences), {})
+
+    algorithm = {"type": "ppo", "learningRate": 0.01, "processor": "external"}
+    experiment = small_experiment(experiment_name, trainer={"steps": STEPS}, algorithm=algorithm)
+    async with running_world(tmp_path / "run", redis_url, experiment) as world:
+        async with processing(world.pool, put):
+            assert await world.live() == 0
+        assert not (await world.pool.state()).dropped
+    assert len(world.steps) == STEPS
+
+
+async def test_a_train_batch_that_cannot_be_trained_is_dropped_with_the_reason_and_the_run_goes_on(
+    tmp_path: Path, redis_url: str, experiment_name: str
+) -> None:
+    batches = count()
+
+    async def put(client: BatchClient, lease: BatchLease) -> None:
+        is_first = next(batches) == 0
+        sequences = [
+            t.sequence(1.0, {} if is_first else {PAIR: np.array(pair)})
+            for s, pair in zip(decode_batch(lease).samples, (1, -1, 2, -2), strict=True)
+            for t in s.trajectories
+        ]
+        batch = TrainBatch.pack(sequences)
+        await client.put(lease, replace(batch, reference_logprobs_N=batch.rollout_logprobs_N), {})
+
+    algorithm = {"loss": "dpo", "learningRate": 0.01, "processor": "external"}
+    experiment = small_experiment(experiment_name, trainer={"steps": STEPS}, algorithm=algorithm)
+    async with running_world(tmp_path / "run", redis_url, experiment) as world:
+        async with processing(world.pool, put):
+            assert await world.live() == 0
+        dropped = {"training_failed": experiment.spec.trajectory_pool.batch_size}
+        assert (await world.pool.state()).dropped == dropped
+    assert len(world.steps) == STEPS
+    assert "columns[pair]: loss dpo needs an integer for each sequence" in (world.folder / "trainer.log").read_text()
+
+
+async def put_leveled(client: BatchClient, lease: BatchLease) -> None:
+    samples = decode_batch(lease).samples
+    sequences = [t.sequence(s.reward - 0.5, {"level": 1.0}) for s in samples for t in s.trajectories]
+    await client.put(lease, TrainBatch.pack(sequences), {"mine": 1.0})
+
+
+@asynccontextmanager
+async def processing(
+    pool: PoolClient, put: Callable[[BatchClient, BatchLease], Awaitable[None]]
+) -> AsyncIterator[None]:
     """What a user's process does, with nothing but the library."""
-    async with connect(pool.address) as channel:
-        client = BatchClient(channel, worker_id="mine")
-        while not (answer := await client.lease()).exhausted:
-            if answer.HasField("lease"):
-                samples = decode_batch(answer.lease).samples
-                sequences = [t.sequence(s.reward - 0.5, {"level": 1.0}) for s in samples for t in s.trajectories]
-                await client.put(answer.lease, TrainBatch.pack(sequences), {"mine": 1.0})
+
+    async def process() -> None:
+        async with connect(pool.address) as channel:
+            client = BatchClient(channel, worker_id="mine")
+            while not (answer := await client.lease()).exhausted:
+                if answer.HasField("lease"):
+                    await put(client, answer.lease)
+
+    task = asyncio.create_task(process())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def test_a_train_batch_that_the_trainer_could_not_read_is_refused_with_the_column_named(

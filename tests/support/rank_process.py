@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +26,11 @@ from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.train_batch_proto import decode_train_batch, encode_train_batch
 from nexrl.v1 import trainer_service_pb2 as pb
 from nexrl_trainer import token_scores
+from nexrl_trainer.critic import give_value_head
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.ranks import ONE_RANK, Ranks, join_ranks
 from nexrl_trainer.step import Learner, LearnerSettings
+from nexrl_trainer.step_metrics import known
 from nexrl_trainer.trained_weights import AdapterSettings
 
 TEMPERATURE = 0.8
@@ -69,7 +72,13 @@ class RankCase:
         model = on_device(build_model(self.source, seed=0), ranks.device)
         forward = ForwardSettings(TEMPERATURE, self.max_tokens)
         adapter = AdapterSettings(self.source, seed=0) if self.is_lora else None
-        return kind(model, LearnerSettings(algorithm, 20, forward, self.folder, adapter=adapter), ranks)
+        critic = partial(self._critic_model, ranks) if algorithm.type == "ppo" else None
+        return kind(model, LearnerSettings(algorithm, 20, forward, self.folder, adapter=adapter), ranks, critic)
+
+    def _critic_model(self, ranks: Ranks) -> PreTrainedModel:
+        model = on_device(build_model(self.source, seed=1), ranks.device)
+        give_value_head(model)
+        return model
 
     def batches(self) -> list[TrainBatch]:
         """Return the batch of each step."""
@@ -119,11 +128,14 @@ def train(case: RankCase, ranks: Ranks = ONE_RANK) -> Trained:
         if case.is_lora:
             trained.references.append(learner.forward_reference(batch))
         try:
-            trained.metrics.append(asdict(learner.train(batch)))
+            trained.metrics.append(known(learner.train(batch)))
         except NexrlError as error:
             return Trained(error=f"{type(error).__name__}: {error}")
     shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for _, tensor in iter_weights(learner.model)]
-    whole = {name: _whole(tensor).float().cpu().numpy() for name, tensor in iter_weights(learner.model)}
+    weights = dict(iter_weights(learner.model))
+    if learner.critic:
+        weights |= {name: each for name, each in learner.critic.tensors().items() if ".weight." in name}
+    whole = {name: _whole(tensor).float().cpu().numpy() for name, tensor in weights.items()}
     masters = {
         name: _whole(tensor).cpu().numpy() for name, tensor in learner.optimizer.tensors().items() if "master." in name
     }
@@ -162,5 +174,10 @@ def _sequence(random: np.random.Generator, number: int, context: NDArray[np.int6
         rollout_logprobs=-2.5 - 0.2 * random.random(len(mask)),
         advantage=float(random.normal()),
         reference_logprobs=-2.5 - 0.2 * random.random(len(mask)),
-        columns={"number": number, "pair": (number // 2 + 1) * (-1 if number % 2 else 1)},
+        columns={
+            "number": number,
+            "pair": (number // 2 + 1) * (-1 if number % 2 else 1),
+            "rewards": np.random.default_rng(number).normal(size=len(mask)) * mask,
+            "sample": number // 2,
+        },
     )

@@ -121,12 +121,14 @@ def _trouble_of_container(pod: Object, status: Mapping[str, Any], now: float) ->
 def _has_recovered(pod: Object, status: Mapping[str, Any], now: float) -> bool:
     """Return whether a container that has ended before runs on: between two ends it runs for a moment.
 
-    Without a startup probe, the kubelet says "started" as soon as it runs.
+    The startup probe alone does not tell: its port is open before code of the user is imported. Without a readiness
+    probe, the kubelet says "ready" as soon as the container runs.
     """
     containers = chain(*(pod.get("spec", {}).get(kind, ()) for kind in ("containers", "initContainers")))
-    if any(each["name"] == status["name"] and "startupProbe" in each for each in containers):
-        return bool(status.get("started"))
-    return _running_seconds(status, now) >= START_SECONDS
+    runs_on = _running_seconds(status, now) >= START_SECONDS
+    if any(each["name"] == status["name"] and "readinessProbe" in each for each in containers):
+        return bool(status.get("ready") or (status.get("started") and runs_on))
+    return runs_on
 
 
 def _mount_trouble(pod: Object, warnings: Mapping[str, Sequence[Object]]) -> Trouble | None:
@@ -169,6 +171,10 @@ def _slow_start(pod: Object, now: float, factories: Sequence[str]) -> Trouble | 
             beside = [each.name for each in COMPONENTS if each.beside == component_of(pod)]  # it waits for these
             logs = [f"`kubectl logs {name} --container={each}`" for each in (status["name"], *beside)]
             log = f"{' and '.join(logs)} {'show what they do' if beside else 'shows what it does'}"
+            last = status.get("lastState", {}).get("terminated") or {}
+            if last.get("exitCode"):
+                again = f"; it runs again since {since}, and is not ready; {log}"
+                return Trouble("NotStarted", ending(pod, status["name"], last, "ended", again))
             message = f"{subject(pod, status['name'])} runs since {since} and is not ready: it waits for others,"
             if beside and factories:
                 message += f" such as {' or '.join(factories)}, which must return (correct it if it never does),"

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from nexrl.device import choose_device, exclude_cudnn_attention, idle_gpu_warnin
 from nexrl.errors import FailedPreconditionError, naming
 from nexrl.models import build_model
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.critic import Ppo
 from nexrl.spec.model import ModelSpec
+from nexrl_trainer.critic import give_value_head
 from nexrl_trainer.distillation import check_teacher
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
 from nexrl_trainer.layers import LayerSettings
@@ -58,7 +60,9 @@ def build_learner(
     layers = LayerSettings(spec.trainer.activation_checkpointing, spec.trainer.compile)
     adapter = AdapterSettings(spec.model, spec.trainer.seed) if spec.model.lora else None
     settings = LearnerSettings(spec.algorithm, spec.trainer.steps, _forward_settings(spec), folder, layers, adapter)
-    return kind(_built(spec, spec.model, ranks.rank), settings, ranks)
+    has_critic = isinstance(spec.algorithm, Ppo) and kind is not MockLearner
+    critic_model = partial(_critic_model, spec, ranks.rank) if has_critic else None
+    return kind(_built(spec, spec.model, ranks.rank), settings, ranks, critic_model)
 
 
 def reference_logprobs(spec: ExperimentSpec, *, shares_prompts: bool) -> Forward:
@@ -102,6 +106,13 @@ def _frozen(spec: ExperimentSpec, model: ModelSpec, *, shares_prompts: bool | No
     """Build a model that is not trained, on the device of rank 0, whole. `shares_prompts`: see ForwardPass."""
     weights = _built(spec, model).requires_grad_(requires_grad=False)
     return ForwardPass(weights, _forward_settings(spec), shares_prompts=shares_prompts)
+
+
+def _critic_model(spec: ExperimentSpec, rank: int) -> PreTrainedModel:
+    """Build the model of the critic: the initial one, with a value head."""
+    model = _built(spec, spec.model, rank)
+    give_value_head(model)
+    return model
 
 
 def _built(spec: ExperimentSpec, model: ModelSpec, rank: int = 0) -> PreTrainedModel:

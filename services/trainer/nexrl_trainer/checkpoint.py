@@ -140,7 +140,9 @@ def open_checkpoint(path: Path, learner: Learner) -> OpenedCheckpoint:
     if learner.ranks.rank == 0:
         check_files(path)
     weights = learner.trained.saved(path)
-    return OpenedCheckpoint(path, metadata, weights, SavedTensors.in_files(path, tensor_files(path, TRAINING)))
+    training = SavedTensors.in_files(path, tensor_files(path, TRAINING))
+    learner.check_saved(training)
+    return OpenedCheckpoint(path, metadata, weights, training)
 
 
 def load_checkpoint(path: Path, learner: Learner) -> CheckpointMetadata:

@@ -122,20 +122,21 @@ class ForwardPass:
         def finish(head: Head) -> TokenScores:
             return token_scores(head, token_ids_P, self._distribution, entropy_has_gradient=entropy_has_gradient)
 
-        return self._run(micro, finish)
+        return self.run(micro, finish)
 
     def distributions(self, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [P, V], float32, at the positions that predict a trained token.
 
         They are those before truncation. Holds the logits of all tokens: for checks.
         """
-        return self._run(micro, lambda head: (head.logits() / self.settings.temperature).log_softmax(-1))
+        return self.run(micro, lambda head: (head.logits() / self.settings.temperature).log_softmax(-1))
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """Copy `array` to the model's device."""
         return torch.from_numpy(array).to(self.model.device)
 
-    def _run(self, micro: MicroBatch, finish: Callable[[Head], ResultT]) -> ResultT:
+    def run(self, micro: MicroBatch, finish: Callable[[Head], ResultT]) -> ResultT:
+        """Run the model up to its head, at the positions that predict a trained token; return `finish` of the head."""
         inputs = {"input_ids": self.tensor(micro.input_ids_BT)}
         if micro.is_shared:
             inputs["position_ids"] = self.tensor(micro.position_ids_BT)

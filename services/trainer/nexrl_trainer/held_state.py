@@ -1,11 +1,12 @@
 """One rank's part of a checkpoint, copied to host memory, and how the ranks write their parts together."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nexrl.checkpoint_files import sha256
@@ -16,6 +17,7 @@ from nexrl_trainer.tensor_slices import Slice, write_slices
 from nexrl_trainer.trained_weights import TrainedWeights
 
 TRAINING = "training_state"
+_RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 
 
 @dataclass(frozen=True)
@@ -57,3 +59,19 @@ class HeldState:
         for name in (*weights, training):
             fsync_path(folder / name)
         return {"weights": weights, "sha256": {name: sha256(folder / name) for name in (*weights, training)}}
+
+
+def name_at(name: str, rank: int) -> str:
+    """Return the name of a rank's own tensor in a checkpoint; that of rank 0 is the one of a single rank."""
+    return f"{name}.{rank}" if rank else name
+
+
+def random_states(device: torch.device) -> dict[str, tuple[Tensor, Callable[[Tensor], None]]]:
+    """Return a copy of each random-number state, and what sets it."""
+    states: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {_RNG: (torch.get_rng_state(), torch.set_rng_state)}
+    if device.type == "cuda":
+        states[_CUDA_RNG] = (
+            torch.cuda.get_rng_state(device).clone(),
+            lambda state: torch.cuda.set_rng_state(state, device),
+        )
+    return states

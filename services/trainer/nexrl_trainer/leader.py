@@ -50,6 +50,12 @@ class Leader(Learner):
         with self._together(pb.RankCommand(verb=verb, tensors=encode_train_batch(batch))):
             return super().forward_reference(batch)
 
+    def values(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """As on a single rank."""
+        self.forward_pass.check_batch(batch)
+        with self._together(pb.RankCommand(verb=pb.RankCommand.VERB_VALUES, tensors=encode_train_batch(batch))):
+            return super().values(batch)
+
     def forward_backward(
         self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
     ) -> LossMetrics:
@@ -126,10 +132,13 @@ def _execute(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecu
 
 def _call(learner: Learner, command: pb.RankCommand, writing: ThreadPoolExecutor) -> None:
     match command.verb:
-        case pb.RankCommand.VERB_FORWARD:
-            learner.forward(decode_train_batch(command.tensors))
-        case pb.RankCommand.VERB_FORWARD_REFERENCE:
-            learner.forward_reference(decode_train_batch(command.tensors))
+        case pb.RankCommand.VERB_FORWARD | pb.RankCommand.VERB_FORWARD_REFERENCE | pb.RankCommand.VERB_VALUES:
+            compute = {
+                pb.RankCommand.VERB_FORWARD: learner.forward,
+                pb.RankCommand.VERB_FORWARD_REFERENCE: learner.forward_reference,
+                pb.RankCommand.VERB_VALUES: learner.values,
+            }[command.verb]
+            compute(decode_train_batch(command.tensors))
         case pb.RankCommand.VERB_FORWARD_BACKWARD:
             learner.forward_backward(decode_train_batch(command.tensors))
         case pb.RankCommand.VERB_CLEAR_GRADIENTS:

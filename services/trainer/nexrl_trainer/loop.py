@@ -19,7 +19,13 @@ from prometheus_client import Gauge
 
 from nexrl.activity import ActivityTracker
 from nexrl.client import TrainBatchClient
-from nexrl.errors import FailedPreconditionError, LeaseLostError, NexrlError, TrainingFailedError
+from nexrl.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    LeaseLostError,
+    NexrlError,
+    TrainingFailedError,
+)
 from nexrl.run_layout import checkpoint_path
 from nexrl.spec import ExperimentSpec
 from nexrl.spec.rollout import DemonstrationRollout
@@ -42,6 +48,7 @@ from nexrl_trainer.phase import Phase
 from nexrl_trainer.progress_log import ProgressLog
 from nexrl_trainer.starting_point import Checkpoints, StartingPoint
 from nexrl_trainer.step import Learner
+from nexrl_trainer.step_metrics import StepMetrics
 from nexrl_trainer.uploads import END_SECONDS
 
 log = logging.getLogger(__name__)
@@ -288,7 +295,7 @@ class TrainWorker:
         with self._phase("train") as training:
             async with self.weights_lock:
                 arrays = decode_train_batch(batch.tensors)
-                metrics = await self.in_torch_thread(lambda: self.learner.train(arrays))
+                metrics = await self.in_torch_thread(lambda: self._trained(arrays))
         self._has_skipped = metrics.skipped_updates > 0
         if self._has_skipped:
             log.error(
@@ -316,6 +323,13 @@ class TrainWorker:
             figures = {name: value for name, value in figures.items() if name not in OF_SAMPLES}
         self._progress.add(self.learner.step, figures)
         await asyncio.gather(self._post(figures), self.publish())
+
+    def _trained(self, batch: TrainBatch) -> StepMetrics:
+        try:
+            self.learner.check_train_batch(batch)
+        except InvalidArgumentError as error:  # of an external processor, or made for another algorithm
+            raise TrainingFailedError(error.message) from None
+        return self.learner.train(batch)
 
     async def _report_failure(self, batch: pb.TrainBatch, error: TrainingFailedError) -> None:
         """Tell the pool that training `batch` failed; the step is then leased again.

@@ -35,7 +35,8 @@ def compare(memory: RankMemory, spec: ExperimentSpec, device_type: str, availabl
     processes = spec.trainer.processes_per_replica if device_type == "cpu" else 1
     # The plan counts adapters at most. A trainer of RPCs may never make a step, which allocates the moments.
     allocates_moments = spec.model.lora is None and spec.trainer.steps > 0
-    least = processes * (memory.weights + memory.masters + memory.optimizer * allocates_moments)
+    critic = memory.critic if spec.trainer.steps > 0 else 0
+    least = processes * (memory.weights + memory.masters + memory.optimizer * allocates_moments + critic)
     step = processes * (memory.step - memory.frozen) + memory.frozen
     where = "this machine, or its cgroup, has" if device_type == "cpu" else "the GPU has"
     has = f"{where} {format_bytes(available_bytes)}"

@@ -19,16 +19,19 @@ from nexrl.algorithm import Batch, ForwardPass, PreparedBatch, Processor, Proces
 from nexrl.batch_proto import decode_batch
 from nexrl.client import BatchClient
 from nexrl.code_reference import USER_CODE_ERRORS, load_reference
+from nexrl.critic_columns import check_critic_columns
 from nexrl.errors import FailedPreconditionError, InvalidArgumentError, LeaseLostError, NexrlError, TrainingFailedError
 from nexrl.exception_text import exception_text
 from nexrl.run_layout import batch_path
 from nexrl.spec.algorithm import AlgorithmSpec, Dpo, Grpo
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl.v1 import trajectory_pb2 as pb
 from nexrl.v1 import trajectory_pool_service_pb2 as pool_pb
 from nexrl.v1.activity_service_pb2 import SEVERITY_WARNING
 from nexrl_trainer.advantages import ADVANTAGES, advantage_function, compared_groups, zero_variance_samples
 from nexrl_trainer.distillation import distilled
+from nexrl_trainer.gae import rewarded
 from nexrl_trainer.preference import paired, preference_pairs
 from nexrl_trainer.reward_shaping import shaped_rewards
 from nexrl_trainer.token_advantages import TOKEN_ADVANTAGES, token_advantages, zero_token_variance
@@ -45,6 +48,8 @@ class GroupProcessor(Processor):
         algorithm = self.context.algorithm
         rewards_S = shaped_rewards(batch, algorithm, self.context.reference_logprobs)
         groups_S = compared_groups(algorithm, batch.groups_B)
+        if isinstance(algorithm, Ppo):
+            return self._for_critic(batch, algorithm, rewards_S)
         if isinstance(algorithm, Grpo) and algorithm.advantage in TOKEN_ADVANTAGES:
             advantages = token_advantages(batch, rewards_S, groups_S, algorithm)
             equal_S = zero_token_variance(batch, groups_S, algorithm)
@@ -71,6 +76,15 @@ class GroupProcessor(Processor):
         if algorithm.teacher is None:
             return prepared
         return distilled(prepared, self.context.teacher_logprobs, algorithm.teacher.coefficient)
+
+    def _for_critic(self, batch: Batch, algorithm: Ppo, rewards_S: NDArray[np.float64]) -> PreparedBatch:
+        """Return rewards of tokens: the step that trains the batch asks the critic, and computes advantages."""
+        equal_S = zero_variance_samples(batch.rewards_B, batch.groups_B) & ~_is_alone(batch)
+        metrics = {
+            "zero_variance_group_fraction": _group_share(equal_S, batch.groups_B, batch.refilled_groups),
+            "reward_penalty_mean": float((batch.rewards_B - rewards_S).mean()),
+        }
+        return rewarded(batch, rewards_S, _dropped(batch, np.zeros_like(equal_S), algorithm), metrics)
 
 
 class AlgorithmProcessor:
@@ -113,6 +127,8 @@ class AlgorithmProcessor:
             if not isinstance(prepared, PreparedBatch):
                 raise InvalidArgumentError(f"fit returned {type(prepared).__name__}; a PreparedBatch is needed")
             batch = TrainBatch.pack(prepared.sequences)
+            if isinstance(algorithm, Ppo):
+                check_critic_columns(batch)
         if algorithm.needs_initial_model and batch.reference_logprobs_N is None:
             batch = replace(batch, reference_logprobs_N=self._reference(batch))
         return batch, {**batch_metrics(lease), **prepared.metrics}
@@ -250,6 +266,10 @@ def _stands_alone(batch: Batch, algorithm: AlgorithmSpec) -> NDArray[np.bool_]:
     is_compared = isinstance(algorithm, Grpo) and algorithm.advantage in ADVANTAGES
     if is_compared and algorithm.loss != "cross_entropy":
         return np.zeros(len(batch.samples), np.bool_)
+    return _is_alone(batch)
+
+
+def _is_alone(batch: Batch) -> NDArray[np.bool_]:
     sizes = np.array([len(group) for group in batch.groups])
     alone_S: NDArray[np.bool_] = np.repeat(sizes == 1, sizes)
     return alone_S

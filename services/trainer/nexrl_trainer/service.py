@@ -3,7 +3,6 @@
 nexrl.v1.TrainerReplicaService: the ranks of another replica of the trainer.
 """
 
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from nexrl.v1.trainer_replica_service_pb2_grpc import TrainerReplicaServiceServi
 from nexrl.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from nexrl_trainer.hosted_ranks import HostedRanks
 from nexrl_trainer.loop import ResultT, TrainWorker
+from nexrl_trainer.step_metrics import known
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ANSWERS = 1024
@@ -40,17 +40,18 @@ class TrainerServicer(TrainerServiceServicer):
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
         batch = decode_train_batch(request.tensors)
         _check_finite(batch)
+        self._worker.learner.check_train_batch(batch)
 
         def accumulate() -> pb.ForwardBackwardResponse:
             metrics = self._worker.learner.forward_backward(batch)
-            return pb.ForwardBackwardResponse(metrics=dataclasses.asdict(metrics))
+            return pb.ForwardBackwardResponse(metrics=known(metrics))
 
         return await self._change(request.request_id, accumulate)
 
     async def OptimizerStep(self, request: pb.OptimizerStepRequest, context: Context) -> pb.OptimizerStepResponse:
         def update() -> pb.OptimizerStepResponse:
             metrics = self._worker.learner.optimizer_step()
-            return pb.OptimizerStepResponse(policy_version=metrics.step, metrics=dataclasses.asdict(metrics))
+            return pb.OptimizerStepResponse(policy_version=metrics.step, metrics=known(metrics))
 
         return await self._change(request.request_id, update)
 

@@ -7,7 +7,7 @@ here draws a random number.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,17 @@ from transformers import PreTrainedModel
 
 from nexrl.algorithm import LossInputs
 from nexrl.columns import Columns
+from nexrl.critic_columns import VALUES, check_critic_columns
 from nexrl.errors import InvalidArgumentError, TrainingFailedError
 from nexrl.spec.algorithm import AlgorithmSpec, ConstantAggregation, Dpo
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl.weights.packing import Snapshot, snapshot
 from nexrl_trainer.batching import token_weights
+from nexrl_trainer.critic import Critic, CriticSettings
 from nexrl_trainer.forward import ForwardPass, ForwardSettings
-from nexrl_trainer.held_state import HeldState
+from nexrl_trainer.gae import ValueFigures, with_advantages
+from nexrl_trainer.held_state import HeldState, name_at, random_states
 from nexrl_trainer.host_copy import HostCopies
 from nexrl_trainer.layers import LayerSettings, set_up_layers
 from nexrl_trainer.losses import PROXIMAL, PROXIMAL_LOSSES
@@ -40,7 +44,6 @@ from nexrl_trainer.step_metrics import LossMetrics, LossTotals, OptimizerMetrics
 from nexrl_trainer.tensor_slices import SavedTensors, own_slice
 from nexrl_trainer.trained_weights import Adapter, AdapterSettings, TrainedWeights, WholeModel
 
-_RNG, _CUDA_RNG = "rng.torch_cpu", "rng.torch_cuda"
 _HOST = torch.device("cpu")
 
 
@@ -71,7 +74,14 @@ class Learner:
     `leader.py`.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LearnerSettings, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: LearnerSettings,
+        ranks: Ranks = ONE_RANK,
+        critic_model: Callable[[], PreTrainedModel] | None = None,
+    ) -> None:
+        """`critic_model` builds the model of the critic, which algorithm type ppo has, with its value head."""
         self.model = model
         self.settings = settings
         self.step = 0
@@ -86,6 +96,8 @@ class Learner:
         self.optimizer = MasterOptimizer(model, settings.algorithm)
         follows = settings.algorithm.reference
         self._moving_reference = None if follows is None else MovingReference(model, follows)
+        # Built last: until the policy is sharded, there is no room for a second whole model.
+        self.critic = None if critic_model is None else self._critic(critic_model())
         self._objective = Objective(settings.algorithm, settings.folder)
         self._held_weights, self._held_training = HostCopies(), HostCopies()
         self._held_states = 0
@@ -97,7 +109,7 @@ class Learner:
         each update would have failed: no weight has changed then, unless the user's loss raised (`is_between_steps`).
         """
         algorithm = self.settings.algorithm
-        batch = self._with_moving_reference(batch)
+        batch, of_critic = self._with_advantages(self._with_moving_reference(batch), self.values)
         made: list[tuple[LossMetrics, OptimizerMetrics]] = []
         failures: list[TrainingFailedError] = []
         for part in self._with_proximal(batch).parts(algorithm.mini_batches) * algorithm.epochs:
@@ -112,6 +124,7 @@ class Learner:
         if not made:
             raise failures[0]
         metrics = step_metrics(batch, made, len(failures), algorithm.epochs, self._objective.coefficients)
+        metrics = replace(metrics, **asdict(of_critic)) if of_critic else metrics
         self.end_step()
         return metrics
 
@@ -131,6 +144,11 @@ class Learner:
         with self._moving_reference.in_place_of_policy():
             return self.forward_pass.logprobs(batch)
 
+    def values(self, batch: TrainBatch) -> NDArray[np.float32]:
+        """Return the critic's value of the context of each trained token, 0 elsewhere. Shape [N]."""
+        assert self.critic is not None
+        return self.critic.values(batch)
+
     def forward_backward(
         self, batch: TrainBatch, algorithm: AlgorithmSpec | None = None, *, denominator: int | None = None
     ) -> LossMetrics:
@@ -138,11 +156,16 @@ class Learner:
 
         `algorithm` replaces the algorithm of the settings for this call. `denominator` is that of `token_weights`, and
         is required when the step has several batches. Raises InvalidArgumentError if the loss needs reference
-        log-probabilities, or pairs, and the batch has none.
+        log-probabilities or pairs, or the critic rewards, and the batch has none; and for `algorithm` or `denominator`
+        if there is a critic. Advantages come from the critic as it is, unless `train` has added them.
         """
+        if self.critic and (algorithm is not None or denominator is not None):
+            raise InvalidArgumentError("forward_backward: algorithm, denominator: not with algorithm.type ppo")
         objective = Objective(algorithm, self.settings.folder) if algorithm else self._objective
         algorithm = objective.algorithm
-        _check_columns(batch, algorithm)
+        _check_columns(batch, algorithm, is_prepared=True)
+        if self.critic and VALUES not in batch.columns:
+            batch, _ = self._with_advantages(batch, self.critic.values)
         if isinstance(algorithm, Dpo):
             if denominator is not None:
                 raise InvalidArgumentError(
@@ -156,6 +179,8 @@ class Learner:
             self._backward(batch, micro, weights_N, objective, totals)
         metrics = totals.metrics(batch, self.ranks)
         objective.check_step(metrics.loss, self.ranks)
+        if self.critic:
+            metrics = replace(metrics, value_loss=self.critic.forward_backward(batch))
         objective.coefficients.observe(metrics)
         return metrics
 
@@ -173,13 +198,21 @@ class Learner:
         """
         algorithm = self.settings.algorithm
         grad_norm = self.optimizer.clip_gradient()
-        if not np.isfinite(grad_norm):
-            Learner.clear_gradients(self)  # not as a call of its own, which other ranks would get twice
-            raise TrainingFailedError(f"step {self.step + 1}: gradient norm is {grad_norm}")
-        lr = learning_rate(self.step, algorithm, self.settings.total_steps)
-        self.optimizer.update(lr)
-        self._objective.coefficients.keep()
-        return OptimizerMetrics(step=self.step + 1, lr=lr, grad_norm=grad_norm)
+        critic_norm = self.critic.clip_gradient() if self.critic else None
+        for owner, norm in (("", grad_norm), (" of the critic", critic_norm)):
+            if norm is not None and not np.isfinite(norm):
+                Learner.clear_gradients(self)  # not as a call of its own, which other ranks would get twice
+                raise TrainingFailedError(f"step {self.step + 1}: gradient norm{owner} is {norm}")
+        if self.critic:
+            self.critic.update(self.step)
+        first, lr = algorithm.critic_only_steps if isinstance(algorithm, Ppo) else 0, 0.0
+        if self.step < first:
+            Learner.clear_gradients(self)
+        else:
+            lr = learning_rate(self.step - first, algorithm, max(0, self.settings.total_steps - first))
+            self.optimizer.update(lr)
+            self._objective.coefficients.keep()
+        return OptimizerMetrics(step=self.step + 1, lr=lr, grad_norm=grad_norm, critic_grad_norm=critic_norm)
 
     def end_step(self) -> None:
         """Count the step: its updates make the next version of the policy."""
@@ -193,11 +226,23 @@ class Learner:
         """Drop the accumulated gradient."""
         self._objective.coefficients.drop()
         self.optimizer.clear_gradients()
+        if self.critic:
+            self.critic.clear_gradients()
+
+    def check_train_batch(self, batch: TrainBatch) -> None:
+        """Raise InvalidArgumentError for a batch without what `train` needs of it, before anything is computed."""
+        self.forward_pass.check_batch(batch)
+        _check_columns(batch, self.settings.algorithm, is_prepared=False)
 
     def check_batch(self, batch: TrainBatch) -> None:
         """Raise what `forward_backward` raises for a batch that it cannot train, before it computes anything."""
         self.forward_pass.check_batch(batch)
-        _check_columns(batch, self.settings.algorithm)
+        _check_columns(batch, self.settings.algorithm, is_prepared=True)
+
+    def check_saved(self, training: SavedTensors) -> None:
+        """Raise FailedPreconditionError if a checkpoint has what `restore` could not load. Nothing changes."""
+        if self.critic:
+            self.critic.check_saved(training)
 
     def snapshot(self, bucket_bytes: int, replaced: Snapshot | None = None, device: torch.device = _HOST) -> Snapshot:
         """Return a packed copy of the trained weights (`nexrl.weights.packing.snapshot`)."""
@@ -237,9 +282,9 @@ class Learner:
         tensors = self.trained.tensors()
         for name in weights:
             weights.fill(name, tensors[name].detach())
-        for name, (state, set_state) in _random_states(self.model.device).items():
+        for name, (state, set_state) in random_states(self.model.device).items():
             # A rank that the checkpoint does not know continues as rank 0.
-            own = _name_at(name, self.ranks.rank)
+            own = name_at(name, self.ranks.rank)
             if (found := own if own in training else name) in training:
                 training.fill(found, state)
                 set_state(state)
@@ -247,6 +292,8 @@ class Learner:
         self._objective.coefficients.load_tensors(training)
         if self._moving_reference:
             self._moving_reference.load_tensors(training)
+        if self.critic:
+            self.critic.load_tensors(training)
         self.step = step
 
     def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
@@ -263,14 +310,35 @@ class Learner:
             return batch
         return replace(batch, reference_logprobs_N=self.forward_reference(batch))
 
+    def _with_advantages(
+        self, batch: TrainBatch, values: Callable[[TrainBatch], NDArray[np.float32]]
+    ) -> tuple[TrainBatch, ValueFigures | None]:
+        """Add advantages, values and returns, which the critic of this moment decides: only a step knows them."""
+        if self.critic is None or not batch.token_count:
+            return batch, None
+        assert isinstance(self.settings.algorithm, Ppo)
+        return with_advantages(batch, values(batch), self.settings.algorithm)
+
+    def _critic(self, model: PreTrainedModel) -> Critic:
+        settings, algorithm = self.settings, self.settings.algorithm
+        assert isinstance(algorithm, Ppo)
+        of_policy = self.forward_pass.shares_prompts
+        return Critic(
+            model,
+            CriticSettings(algorithm, settings.total_steps, settings.forward, settings.layers, of_policy),
+            self.ranks,
+        )
+
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes besides weights. What all ranks have in common, rank 0 writes."""
         optimizer = self.optimizer.tensors() | self._objective.coefficients.tensors()
         if self._moving_reference:
             optimizer |= self._moving_reference.tensors()
+        if self.critic:
+            optimizer |= self.critic.tensors()
         if self.ranks.rank:
             optimizer = {name: tensor for name, tensor in optimizer.items() if isinstance(tensor, DTensor)}
-        own = {_name_at(name, self.ranks.rank): state for name, (state, _) in _random_states(self.model.device).items()}
+        own = {name_at(name, self.ranks.rank): state for name, (state, _) in random_states(self.model.device).items()}
         return own | optimizer
 
     def _backward(
@@ -319,24 +387,12 @@ class MockLearner(Learner):
         return OptimizerMetrics(step=self.step + 1, lr=0.0, grad_norm=0.0)
 
 
-def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec) -> None:
-    if algorithm.needs_reference and batch.reference_logprobs_N is None:
+def _check_columns(batch: TrainBatch, algorithm: AlgorithmSpec, *, is_prepared: bool) -> None:
+    """`is_prepared`: the batch has what only a step can add."""
+    needs_reference = algorithm.needs_reference if is_prepared else algorithm.needs_initial_model
+    if needs_reference and batch.reference_logprobs_N is None:
         raise InvalidArgumentError("train batch: reference_logprobs_N: needed for klCoefficient and loss dpo")
     if isinstance(algorithm, Dpo):
         check_pairs(batch)
-
-
-def _name_at(name: str, rank: int) -> str:
-    """Return the name of a rank's own tensor in a checkpoint; that of rank 0 is the one of a single rank."""
-    return f"{name}.{rank}" if rank else name
-
-
-def _random_states(device: torch.device) -> dict[str, tuple[Tensor, Callable[[Tensor], None]]]:
-    """Return a copy of each random-number state, and what sets it."""
-    states: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {_RNG: (torch.get_rng_state(), torch.set_rng_state)}
-    if device.type == "cuda":
-        states[_CUDA_RNG] = (
-            torch.cuda.get_rng_state(device).clone(),
-            lambda state: torch.cuda.set_rng_state(state, device),
-        )
-    return states
+    if isinstance(algorithm, Ppo) and not (is_prepared and VALUES in batch.columns):
+        check_critic_columns(batch)

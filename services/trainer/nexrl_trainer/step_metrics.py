@@ -4,7 +4,7 @@ Suffix: _P trained tokens of a micro-batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
 import numpy as np
@@ -18,7 +18,7 @@ from nexrl_trainer.objective import ObjectiveTerms
 from nexrl_trainer.ranks import Ranks
 
 _MEANS = ("entropy", "reference_kl", "ratio_mean", "mismatch_kl", "clip_fraction", "left_out_fraction")
-_OVER_TOKENS = (*_MEANS, "ratio_min", "ratio_max")
+_OVER_TOKENS = (*_MEANS, "ratio_min", "ratio_max", "value_loss")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class LossMetrics:
     left_out_fraction: float
     token_count: int
     sequence_count: int
+    value_loss: float | None = field(default=None, kw_only=True)
+    """That of the critic, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class OptimizerMetrics:
     step: int
     lr: float
     grad_norm: float
+    critic_grad_norm: float | None = field(default=None, kw_only=True)
+    """That of the critic, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,20 @@ class StepMetrics(LossMetrics, OptimizerMetrics):
     skipped_updates: int = 0
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
+    return_mean: float | None = None
+    value_mean: float | None = None
+    explained_variance: float | None = None
+    """Of the critic at the start of the step, if there is one: `gae.ValueFigures`."""
 
     def figures(self) -> dict[str, float]:
         """Return the figures by name. Means over tokens are left out if no token was trained."""
         left_out = () if self.token_count else _OVER_TOKENS
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {name: value for name, value in known(self).items() if name not in left_out}
+
+
+def known(metrics: LossMetrics | OptimizerMetrics) -> dict[str, float]:
+    """Return the figures by name, without those of a critic that is not there."""
+    return {name: value for name, value in asdict(metrics).items() if value is not None}
 
 
 class LossTotals:
@@ -141,6 +154,8 @@ def step_metrics(
         grad_norm=fmean(update.grad_norm for update in updates),
         updates=len(updates),
         skipped_updates=skipped,
+        value_loss=None if losses[0].value_loss is None else float(shares @ [loss.value_loss for loss in losses]),
+        critic_grad_norm=None if updates[0].critic_grad_norm is None else fmean(u.critic_grad_norm for u in updates),
         kl_coefficient=coefficients.kl,
         entropy_coefficient=coefficients.entropy,
     )

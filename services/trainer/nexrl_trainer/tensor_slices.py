@@ -61,7 +61,7 @@ class SavedTensors(Mapping[str, str]):
 
     def __init__(self, origin: Path) -> None:
         """`origin` is named in errors."""
-        self._origin = origin
+        self.origin = origin
         self._parts: dict[str, list[_Part]] = {}
 
     @classmethod
@@ -109,10 +109,25 @@ class SavedTensors(Mapping[str, str]):
                 target.copy_(part.source[_between(begins, ends, part.offset)])
                 filled += target.numel()
         if filled != own.tensor.numel():
-            raise FailedPreconditionError(
-                f"checkpoint {self._origin}: {name} is {self.get(name, 'nothing')} or not complete, not "
-                f"{kind(tensor.dtype, own.shape)}; use a checkpoint of this model"
-            )
+            raise self._mismatch(name, tensor)
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise FailedPreconditionError unless there is a tensor of this name, type and whole shape."""
+        if self.get(name) != kind(tensor.dtype, tensor.shape):
+            raise self._mismatch(name, tensor)
+
+    def below(self, prefix: str) -> Self:
+        """Return the tensors whose names begin with `prefix`, by the rest of their names."""
+        found = type(self)(self.origin)
+        names = [name for name in self._parts if name.startswith(prefix)]
+        found._parts = {name.removeprefix(prefix): self._parts[name] for name in names}
+        return found
+
+    def _mismatch(self, name: str, tensor: Tensor) -> FailedPreconditionError:
+        return FailedPreconditionError(
+            f"checkpoint {self.origin}: {name} is {self.get(name, 'nothing')} or not complete, not "
+            f"{kind(tensor.dtype, tensor.shape)}; use a checkpoint of this model"
+        )
 
     def _add(self, name: str, opened: Any, place: Mapping[str, Any] | None) -> None:
         lazy = opened.get_slice(name)

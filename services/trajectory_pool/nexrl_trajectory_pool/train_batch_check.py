@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
+from nexrl.critic_columns import critic_violation
 from nexrl.errors import InvalidArgumentError, Violation
 from nexrl.spec.algorithm import AlgorithmSpec
+from nexrl.spec.critic import Ppo
 from nexrl.train_batch import TrainBatch
 from nexrl.train_batch_proto import decode_train_batch
 from nexrl.v1 import tensor_pb2 as pb
@@ -31,4 +33,4 @@ def _violation(
         return Violation("tensors[token_ids]", f"{lowest}; must be at least 0")
     if vocabulary_size is not None and highest >= vocabulary_size:
         return Violation("tensors[token_ids]", f"{highest}; the model has {vocabulary_size} tokens")
-    return None
+    return critic_violation(batch) if isinstance(algorithm, Ppo) else None

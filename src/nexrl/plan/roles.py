@@ -49,7 +49,9 @@ def trainer_role(size: ModelSize, spec: ExperimentSpec, available: Available) ->
     """Return the trainer's needs. On CPUs the memory of all ranks is that of the host."""
     training, processes = Training.of(spec), spec.trainer.processes_per_replica
     first = rank_memory(size, training)
-    others = replace(first, reference=0, teacher=0, whole_model=size.parameters * training.item_bytes)
+    others = replace(
+        first, reference=0, teacher=0, whole_model=first.whole_model - size.parameters * (4 - training.item_bytes)
+    )
     snapshot = snapshot_bytes(size, training)
     uses_gpu = _uses_gpu(spec, "trainer", available) and spec.trainer.device != "cpu"
     copied = -(-checkpoint_bytes(size, training) // spec.trainer.replicas)
@@ -205,6 +207,7 @@ def _parts(memory: RankMemory) -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "moving reference model": memory.moving_reference,
+        "critic": memory.critic,
         "reference model": memory.reference,
         "teacher": memory.teacher,
         "gathered layers": memory.gathered,

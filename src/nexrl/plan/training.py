@@ -12,6 +12,7 @@ from typing import NamedTuple
 from nexrl.errors import naming
 from nexrl.plan.model_size import ModelSize, size_of
 from nexrl.spec import ExperimentSpec
+from nexrl.spec.critic import Ppo
 from nexrl.spec.model import PathModel
 
 LOGITS_CHUNK_BYTES = 128 * 2**20
@@ -36,6 +37,7 @@ class Training:
     has_muon: bool = False
     teacher_parameters: int = 0
     has_moving_reference: bool = False
+    has_critic: bool = False
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "Training":
@@ -59,6 +61,7 @@ class Training:
             has_muon=spec.algorithm.optimizer == "muon",
             has_moving_reference=spec.algorithm.reference is not None,
             teacher_parameters=_parameters(teacher.path) if teacher else 0,
+            has_critic=isinstance(spec.algorithm, Ppo),
         )
 
 
@@ -71,6 +74,8 @@ class RankMemory:
     gradients: int
     optimizer: int
     moving_reference: int
+    critic: int
+    """Its weights, masters, gradients and moments. Its activations are those of the policy: one after the other."""
     reference: int
     teacher: int
     gathered: int
@@ -82,7 +87,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """Bytes that every step needs, whatever its batch."""
-        return self.weights + self.masters + self.gradients + self.optimizer + self.moving_reference
+        return self.weights + self.masters + self.gradients + self.optimizer + self.moving_reference + self.critic
 
     @property
     def frozen(self) -> int:
@@ -109,16 +114,30 @@ def rank_memory(size: ModelSize, training: Training) -> RankMemory:
         weights=shard * item + (trained * 4 if training.adapter_rank else 0),
         masters=0 if item == 4 or training.adapter_rank else shard * 4,
         gradients=trained * 4,
-        optimizer=_moment_bytes(size, training, training.ranks),
+        optimizer=_moment_bytes(size, training, training.ranks, _trained(size, training)),
         # Its own weights, and those of the policy while it takes their place.
         moving_reference=shard * (4 + item) if training.has_moving_reference else 0,
+        critic=_critic_bytes(size, training) if training.has_critic else 0,
         reference=size.parameters * item if training.has_reference else 0,
         teacher=training.teacher_parameters * item,
         gathered=_gathered_bytes(size, item) if training.ranks > 1 else 0,
         activations=activation_bytes(size, training),
         logits=_logits_bytes(size, training),
-        whole_model=size.parameters * 4,
+        # A critic is built when the policy has its shard.
+        whole_model=size.parameters * 4 + (shard * (4 if item == 4 else item + 4) if training.has_critic else 0),
     )
+
+
+def critic_state_bytes(size: ModelSize, training: Training, ranks: int) -> int:
+    """Return the bytes of a rank's weights, masters and moments of the critic, all of which is trained."""
+    trained, masters = _critic(size), 0 if training.item_bytes == 4 else 4
+    weights = -(-trained.parameters // ranks) * (training.item_bytes + masters)
+    return weights + _moment_bytes(size, training, ranks, trained)
+
+
+def _critic_bytes(size: ModelSize, training: Training) -> int:
+    gradients = -(-_critic(size).parameters // training.ranks) * 4
+    return critic_state_bytes(size, training, training.ranks) + gradients
 
 
 def activation_bytes(size: ModelSize, training: Training) -> int:
@@ -151,11 +170,12 @@ def snapshot_bytes(size: ModelSize, training: Training) -> int:
 
 
 def checkpoint_bytes(size: ModelSize, training: Training) -> int:
-    """Return the size of one checkpoint: trained weights, masters of 16-bit weights, moments."""
+    """Return the size of one checkpoint: trained weights, masters of 16-bit weights, moments; and those of a critic."""
     trained = _trained(size, training)
     own = 4 if training.adapter_rank or training.item_bytes == 4 else training.item_bytes + 4
     reference = trained.parameters * 4 if training.has_moving_reference else 0
-    return trained.parameters * own + _moment_bytes(size, training, ranks=1) + reference
+    critic = critic_state_bytes(size, training, ranks=1) if training.has_critic else 0
+    return trained.parameters * own + _moment_bytes(size, training, 1, trained) + reference + critic
 
 
 @cache  # `nexrl plan` asks once for each remedy, and a GGUF file takes seconds
@@ -164,12 +184,11 @@ def _parameters(teacher: str) -> int:
         return size_of(PathModel(path=teacher)).parameters
 
 
-def _moment_bytes(size: ModelSize, training: Training, ranks: int) -> int:
+def _moment_bytes(size: ModelSize, training: Training, ranks: int, trained: "_Trained") -> int:
     """Return the bytes of a rank's moments: two of AdamW, and the number of updates of each tensor; one of Muon.
 
     The matrices of Muon are the seven of a dense Llama layer, that is all of it but its two norms.
     """
-    trained = _trained(size, training)
     if not training.has_muon:
         return -(-trained.parameters // ranks) * 8 + 4 * trained.tensors
     matrices = size.layers * (size.layer - 2 * size.hidden)
@@ -189,6 +208,12 @@ def _trained(size: ModelSize, training: Training) -> _Trained:
     attention = 2 * (size.hidden + width) + 2 * (size.hidden + kv_width)
     feed_forward = 3 * (size.hidden + size.feed_forward)
     return _Trained(training.adapter_rank * size.layers * (attention + feed_forward), 14 * size.layers)
+
+
+def _critic(size: ModelSize) -> _Trained:
+    """Return what is trained of the critic: the model with a head of one output, of its own."""
+    head = 0 if size.is_tied else size.vocabulary * size.hidden
+    return _Trained(size.parameters - head + size.hidden, size.tensors + (1 if size.is_tied else 0))
 
 
 def _logits_bytes(size: ModelSize, training: Training) -> int:

@@ -82,6 +82,24 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         "algorithm",
+        "loss",
+        f"self.type != 'ppo' || !(self.loss in {list(WITHOUT_ADVANTAGES)})",
+        "this loss does not use advantages, so the critic has no effect; use type grpo",
+    ),
+    Rule(
+        "algorithm",
+        "teacher",
+        "self.type != 'ppo' || !has(self.teacher)",
+        "type ppo takes its advantages from the critic; remove it",
+    ),
+    Rule(
+        "algorithm",
+        "zeroVarianceGroups",
+        "self.type != 'ppo' || self.zeroVarianceGroups != 'refill'",
+        "type ppo compares no samples, so equal rewards are no reason to refill a group; remove it",
+    ),
+    Rule(
+        "algorithm",
         "miniBatches",
         "self.loss != 'dpo' || self.miniBatches == 1",
         "loss dpo needs both samples of a pair; use 1",
@@ -107,8 +125,9 @@ RULES: Sequence[Rule] = (
     Rule(
         "algorithm",
         "discount",
-        "!has(self.discount) || self.discount == 1.0 || has(self.advantage) && self.advantage == 'return_to_go'",
-        "only advantage return_to_go has it",
+        "!has(self.discount) || self.discount == 1.0 || self.type == 'ppo'"
+        " || has(self.advantage) && self.advantage == 'return_to_go'",
+        "only type ppo and advantage return_to_go have it",
     ),
     Rule(
         "algorithm",
@@ -151,6 +170,13 @@ RULES: Sequence[Rule] = (
         "self.algorithm.optimizer != 'muon' || self.trainer.replicas == 1 && self.trainer.processesPerReplica == 1"
         " && !has(self.model.lora)",
         "muon needs whole matrices, which neither several ranks nor model.lora have; use adamw",
+    ),
+    Rule(
+        "",
+        "algorithm.criticOnlySteps",
+        "!has(self.algorithm.criticOnlySteps) || self.trainer.steps == 0"
+        " || self.algorithm.criticOnlySteps < self.trainer.steps",
+        "must be below trainer.steps, or the policy is never trained",
     ),
     Rule(
         "",

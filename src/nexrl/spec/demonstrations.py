@@ -9,6 +9,7 @@ from functools import singledispatch
 
 from nexrl.spec.algorithm import AlgorithmSpec, Grpo, OwnLoss
 from nexrl.spec.correction import CorrectionSpec, correction_is_off
+from nexrl.spec.critic import Ppo
 from nexrl.spec.data import DataSpec, FileDataSpec
 from nexrl.spec.rollout import RolloutSpec
 from nexrl.spec.section import Section, refuse_key
@@ -49,6 +50,8 @@ def _(pool: TrajectoryPoolSpec) -> None:
 
 @check.register
 def _(algorithm: AlgorithmSpec) -> None:
+    if isinstance(algorithm, Ppo):
+        raise refuse_key("type", algorithm.type, "demonstrations have no rewards, from which a critic learns; use grpo")
     is_own = isinstance(algorithm, OwnLoss)
     if algorithm.loss != "cross_entropy" and not is_own:
         raise refuse_key(
@@ -98,6 +101,11 @@ def cel_conditions() -> Iterator[tuple[str, str, str]]:
         "the answers are trained, and data.answerField is empty; name it",
     )
     yield "trajectoryPool.groupSize", "self.trajectoryPool.groupSize == 1", "a task has one demonstration; use 1"
+    yield (
+        "algorithm.type",
+        "self.algorithm.type != 'ppo'",
+        "demonstrations have no rewards, from which a critic learns; use grpo",
+    )
     yield (
         "algorithm.loss",
         "self.algorithm.loss == 'cross_entropy' || self.algorithm.loss.contains(':')",

@@ -16,6 +16,7 @@ from nexrl.spec import demonstrations
 from nexrl.spec.advantages import BATCH_BASELINES, GROUP_BASELINES, TURN_BASELINE
 from nexrl.spec.algorithm import AlgorithmSpec, Grpo
 from nexrl.spec.cluster import CodeFiles, ControllerSpec, StorageSpec
+from nexrl.spec.critic import Ppo
 from nexrl.spec.data import DataSpec
 from nexrl.spec.inference import InferenceSpec
 from nexrl.spec.model import ModelSpec, ScratchModel
@@ -163,6 +164,18 @@ class ExperimentSpec(Section):
                 advantage,
                 "it compares the samples of a group, and trajectoryPool.groupSize is 1 or keyList is empty: every "
                 "advantage would be 0; use groupSize 2 or more and a key, batch_mean_std, or an advantage of yours",
+            )
+        return algorithm
+
+    @field_validator("algorithm")
+    @classmethod
+    def _trains_the_policy(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
+        trainer: TrainerSpec | None = info.data.get("trainer")
+        if isinstance(algorithm, Ppo) and trainer and 0 < trainer.steps <= algorithm.critic_only_steps:
+            raise refuse_key(
+                "criticOnlySteps",
+                algorithm.critic_only_steps,
+                f"must be below trainer.steps, {trainer.steps}, or the policy is never trained",
             )
         return algorithm
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from nexrl.v1 import tensor_pb2 as nexrl_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnexrl/v1/rank_command.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\"\xd1\x03\n\x0bRankCommand\x12(\n\x04verb\x18\x01 \x01(\x0e\x32\x1a.nexrl.v1.RankCommand.Verb\x12\x33\n\x07tensors\x18\x02 \x03(\x0b\x32\".nexrl.v1.RankCommand.TensorsEntry\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x04 \x01(\x03\x1a@\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.nexrl.v1.Tensor:\x02\x38\x01\"\xf6\x01\n\x04Verb\x12\x14\n\x10VERB_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERB_FORWARD\x10\x01\x12\x19\n\x15VERB_FORWARD_BACKWARD\x10\x02\x12\x18\n\x14VERB_CLEAR_GRADIENTS\x10\x03\x12\x0f\n\x0bVERB_UPDATE\x10\x04\x12\x17\n\x13VERB_GATHER_WEIGHTS\x10\x05\x12\x10\n\x0cVERB_RESTORE\x10\x07\x12\x11\n\rVERB_END_STEP\x10\x08\x12\x1a\n\x16VERB_FORWARD_REFERENCE\x10\t\x12\r\n\tVERB_SAVE\x10\n\"\x04\x08\x06\x10\x06*\x11VERB_GATHER_STATEb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnexrl/v1/rank_command.proto\x12\x08nexrl.v1\x1a\x15nexrl/v1/tensor.proto\"\xe2\x03\n\x0bRankCommand\x12(\n\x04verb\x18\x01 \x01(\x0e\x32\x1a.nexrl.v1.RankCommand.Verb\x12\x33\n\x07tensors\x18\x02 \x03(\x0b\x32\".nexrl.v1.RankCommand.TensorsEntry\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\x12\x14\n\x0c\x62ucket_bytes\x18\x04 \x01(\x03\x1a@\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.nexrl.v1.Tensor:\x02\x38\x01\"\x87\x02\n\x04Verb\x12\x14\n\x10VERB_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERB_FORWARD\x10\x01\x12\x19\n\x15VERB_FORWARD_BACKWARD\x10\x02\x12\x18\n\x14VERB_CLEAR_GRADIENTS\x10\x03\x12\x0f\n\x0bVERB_UPDATE\x10\x04\x12\x17\n\x13VERB_GATHER_WEIGHTS\x10\x05\x12\x10\n\x0cVERB_RESTORE\x10\x07\x12\x11\n\rVERB_END_STEP\x10\x08\x12\x1a\n\x16VERB_FORWARD_REFERENCE\x10\t\x12\r\n\tVERB_SAVE\x10\n\x12\x0f\n\x0bVERB_VALUES\x10\x0b\"\x04\x08\x06\x10\x06*\x11VERB_GATHER_STATEb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKCOMMAND_TENSORSENTRY']._loaded_options = None
   _globals['_RANKCOMMAND_TENSORSENTRY']._serialized_options = b'8\001'
   _globals['_RANKCOMMAND']._serialized_start=65
-  _globals['_RANKCOMMAND']._serialized_end=530
+  _globals['_RANKCOMMAND']._serialized_end=547
   _globals['_RANKCOMMAND_TENSORSENTRY']._serialized_start=217
   _globals['_RANKCOMMAND_TENSORSENTRY']._serialized_end=281
   _globals['_RANKCOMMAND_VERB']._serialized_start=284
-  _globals['_RANKCOMMAND_VERB']._serialized_end=530
+  _globals['_RANKCOMMAND_VERB']._serialized_end=547
 # @@protoc_insertion_point(module_scope)

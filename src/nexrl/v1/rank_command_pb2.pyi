@@ -52,6 +52,8 @@ class RankCommand(google.protobuf.message.Message):
         """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
         VERB_SAVE: RankCommand._Verb.ValueType  # 10
         """Copy this rank's part of a checkpoint to host memory, and write it to the folder `checkpoint` meanwhile."""
+        VERB_VALUES: RankCommand._Verb.ValueType  # 11
+        """Compute this rank's share of the critic's values for `tensors`."""
 
     class Verb(_Verb, metaclass=_VerbEnumTypeWrapper):
         """The call that all ranks make."""
@@ -76,6 +78,8 @@ class RankCommand(google.protobuf.message.Message):
     """Compute this rank's share of the log-probabilities of `tensors` under the base of the adapter."""
     VERB_SAVE: RankCommand.Verb.ValueType  # 10
     """Copy this rank's part of a checkpoint to host memory, and write it to the folder `checkpoint` meanwhile."""
+    VERB_VALUES: RankCommand.Verb.ValueType  # 11
+    """Compute this rank's share of the critic's values for `tensors`."""
 
     @typing.final
     class TensorsEntry(google.protobuf.message.Message):

@@ -115,7 +115,7 @@ def test_a_fault_of_form_ends_the_gate_and_the_other_first_part_is_shown_too(run
     assert not run(parts)
     assert any("a wrong page" in line for line in said)
     assert any("a wrong type" in line for line in said)
-    assert verdicts(said)["unit"] == "not run: form or types failed"
+    assert verdicts(said)["unit"] == "not run: form, types failed"
 
 
 def test_every_other_part_runs_to_its_end_and_the_gate_is_red(run: Run, said: list[str]) -> None:
@@ -275,7 +275,9 @@ def test_a_flaky_test_that_nobody_has_listed_is_red(run: Run, said: list[str], m
     stamp = "FLAKY tests/unit/gate/test_gate.py::test_the_table_has_each_part\n"
     monkeypatch.setattr(gate, "stamp_before", lambda: stamp)
     assert not run([command("unit", "")])
-    assert "test_the_table_has_each_part was FLAKY" in verdicts(said)["flaky.yaml"]
+    seen = verdicts(said)
+    assert "test_the_table_has_each_part was FLAKY" in seen["flaky.yaml"]
+    assert seen["unit"] == "not run: flaky.yaml failed"
 
 
 def test_a_flaky_test_is_due_after_five_landings(monkeypatch: pytest.MonkeyPatch) -> None:

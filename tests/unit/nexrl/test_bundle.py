@@ -66,7 +66,8 @@ def test_a_module_that_python_cannot_read_is_named_with_its_line(tmp_path: Path,
 
 def test_the_definition_is_up_to_date_and_small() -> None:
     assert CRD_FILE.read_text() == crd_file(), "run: make spec"
-    assert len(CRD_FILE.read_bytes()) < 150_000
+    # `kubectl apply` keeps a copy in an annotation, and annotations may have 262,144 bytes.
+    assert len(CRD_FILE.read_bytes()) < 200_000
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,24 @@ from nexrl.spec import validate_file
             ["2", "both samples of a pair"],
         ),
         ({"algorithm": {"loss": "dpo", "correction": {"vetoRatio": 0.1}}}, "spec.algorithm.correction", ["remove it"]),
+        ({"algorithm": {"type": "ppo", "loss": "dpo"}}, "spec.algorithm.loss", ["the critic has no effect"]),
+        (
+            {"algorithm": {"type": "ppo", "teacher": {"path": "package:nexrl"}}},
+            "spec.algorithm.teacher",
+            ["from the critic; remove it"],
+        ),
+        (
+            {"algorithm": {"type": "ppo", "zeroVarianceGroups": "refill"}},
+            "spec.algorithm.zeroVarianceGroups",
+            ["compares no samples"],
+        ),
+        (
+            {"algorithm": {"type": "ppo", "criticOnlySteps": 4}, "trainer": {"steps": 4}},
+            "spec.algorithm.criticOnlySteps",
+            ["4", "must be below trainer.steps"],
+        ),
+        ({"algorithm": {"type": "ppo", "advantage": "rloo"}}, "spec.algorithm.advantage", ["only type grpo has"]),
+        ({"algorithm": {"gaeLambda": 0.9}}, "spec.algorithm.gaeLambda", ["only type ppo has"]),
         ({"algorithm": {"loss": "dpo", "labelSmoothing": 0.5}}, "spec.algorithm.labelSmoothing", ["0.5", "below 0.5"]),
         (
             {"algorithm": {"reference": {"type": "average", "decay": 0.9}}},

@@ -248,9 +248,28 @@ def test_refusal_of_pods_is_told_in_full(kind: str, cause: str, remedy: str) -> 
 
 
 def test_a_container_that_ended_and_then_runs_on_or_has_done_its_work_is_not_named() -> None:
-    probed = {"containers": [{"name": "nexrl", "startupProbe": {}}]}
+    probed = {"containers": [{"name": "nexrl", "startupProbe": {}, "readinessProbe": {}}]}
     answered = {**running("nexrl", 1, is_started=True), "lastState": {"terminated": {"exitCode": 3}}}
     assert find_trouble(observed(pod("rollout", answered, spec=probed))) is None
+    importing = {**answered, "ready": False}  # its port is open, and code of the user may end it again
+    assert find_trouble(observed(pod("rollout", importing, spec=probed))) is not None
+    unstarted = {**importing, **again("nexrl", START_SECONDS, exitCode=3)}
+    assert find_trouble(observed(pod("rollout", unstarted, spec=probed))) is not None
+
+
+def test_a_container_that_ended_and_is_not_ready_for_long_is_named_with_its_end() -> None:
+    probed = {"containers": [{"name": "nexrl", "startupProbe": {}, "readinessProbe": {}}]}
+    slow = {**again("nexrl", START_SECONDS, exitCode=42, message="out of paper"), "started": True}
+    found = find_trouble(observed(pod("rollout", slow, spec=probed)))
+    assert found is not None
+    assert found.reason == "NotStarted"
+    assert "exit code 42" in found.message
+    assert "out of paper; it runs again since" in found.message
+
+
+def test_a_sidecar_that_ended_and_runs_on_is_not_named() -> None:
+    probed = {"containers": [{"name": "nexrl", "startupProbe": {}, "readinessProbe": {}}]}
+    answered = {**running("nexrl", 1, is_started=True), "lastState": {"terminated": {"exitCode": 3}}}
     sidecar = {**answered, "name": "proxy"}
     found = find_trouble(observed(pod("rollout", sidecar, spec=probed)))
     assert found is not None

@@ -1,19 +1,21 @@
 """A learner small enough for any test, and batches for it."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nexrl.models import build_model
 from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.model import ScratchModel, ScratchModelSpec
 from nexrl.tokenizers import build_tokenizer
 from nexrl.train_batch import TrainBatch, TrainSequence
+from nexrl_trainer.critic import give_value_head
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.step import Learner, LearnerSettings
 
@@ -38,9 +40,17 @@ def build_learner() -> Callable[..., Learner]:
     def build(*, max_tokens: int = 8192, temperature: float = 1.0, dtype: str = "float32", **algorithm: Any) -> Learner:
         settings = AlgorithmSpec(**{"learning_rate": 1e-2, "warmup_steps": 2, **algorithm})
         model = build_model(MODEL.model_copy(update={"dtype": dtype}), seed=0)
-        return Learner(model, LearnerSettings(settings, 10, ForwardSettings(temperature, max_tokens)))
+        critic = partial(_critic_model, dtype) if settings.type == "ppo" else None
+        described = LearnerSettings(settings, 10, ForwardSettings(temperature, max_tokens))
+        return Learner(model, described, critic_model=critic)
 
     return build
+
+
+def _critic_model(dtype: str) -> PreTrainedModel:
+    model = build_model(MODEL.model_copy(update={"dtype": dtype}), seed=1)
+    give_value_head(model)
+    return model
 
 
 @pytest.fixture

@@ -46,6 +46,14 @@ def test_weights_and_optimizer_that_do_not_fit_are_refused_with_the_numbers() ->
         compare(memory, spec, "cpu", least - 1)
 
 
+def test_a_critic_counts_as_weights_and_optimizer() -> None:
+    spec = small_experiment(trainer={"steps": 4}, algorithm={"type": "ppo"}).spec
+    memory = _memory(spec)
+    assert memory.critic > 0
+    with pytest.raises(InvalidArgumentError, match="weights and optimizer need"):
+        compare(memory, spec, "cuda", _least(spec) + memory.critic - 1)
+
+
 def test_activations_that_do_not_fit_are_a_warning_only() -> None:
     spec = _spec()
     warning = compare(_memory(spec), spec, "cpu", _least(spec))

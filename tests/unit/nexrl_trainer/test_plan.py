@@ -1,5 +1,6 @@
 """The plan's memory against the bytes that a real training step holds."""
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from nexrl.spec.algorithm import AlgorithmSpec
 from nexrl.spec.model import LoraSpec, ScratchModel, ScratchModelSpec
 from nexrl.train_batch import TrainBatch, TrainSequence
 from nexrl_trainer import token_scores
+from nexrl_trainer.critic import give_value_head
 from nexrl_trainer.forward import ForwardSettings
 from nexrl_trainer.layers import LayerSettings
 from nexrl_trainer.step import Learner, LearnerSettings
@@ -116,6 +118,28 @@ def test_a_moving_reference_is_planned_to_the_byte(dtype: Dtype) -> None:
     policy = sum(tensor.nbytes for _, tensor in iter_weights(learner.model))
     assert rank_memory(size, follower).state - rank_memory(size, plain).state == held + policy
     assert checkpoint_bytes(size, follower) - checkpoint_bytes(size, plain) == held
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "muon")])
+def test_a_critic_is_planned_to_the_byte(dtype: Dtype, optimizer: str) -> None:
+    model = _model(dtype)
+    size = size_of(model)
+    critic_model = build_model(model, seed=0)
+    give_value_head(critic_model)
+    settings = LearnerSettings(AlgorithmSpec.model_validate({"type": "ppo", "optimizer": optimizer}), 4)
+    learner = Learner(build_model(model, seed=0), settings, critic_model=lambda: critic_model)
+    batch = _batch(size)
+    rewards_N, sample_B = batch.loss_mask_N.astype(np.float32), np.arange(len(batch.lengths_B))
+    learner.train(replace(batch, columns={"rewards": rewards_N, "sample": sample_B}))
+    assert learner.critic
+    held = sum(tensor.nbytes for tensor in learner.critic.tensors().values())
+    gradients = 4 * sum(parameter.numel() for parameter in critic_model.parameters())
+    plain, with_critic = (
+        Training(plan.ITEM_BYTES[dtype], 1, TOKENS, has_critic=has, has_muon=optimizer == "muon")
+        for has in (False, True)
+    )
+    assert rank_memory(size, with_critic).state - rank_memory(size, plain).state == held + gradients
+    assert checkpoint_bytes(size, with_critic) - checkpoint_bytes(size, plain) == held
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

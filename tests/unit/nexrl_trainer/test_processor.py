@@ -265,6 +265,12 @@ async def test_errors_of_user_code_name_its_reference(build: Builder, key: str, 
         build(**{key: f"bad:{name}"}).fit(lease())
 
 
+async def test_a_processor_of_the_user_is_named_if_it_gives_a_critic_no_rewards(build: Builder) -> None:
+    build.user_code("bad", MINE)
+    with pytest.raises(NexrlError, match=r"bad:Mine: train batch: columns\[rewards\]"):
+        build(type="ppo", processor="bad:Mine").fit(lease())
+
+
 async def test_reference_logprobs_are_added_where_the_loss_has_a_penalty(build: Builder) -> None:
     batch, _ = build(kl_coefficient=0.1).fit(lease())
     assert batch.reference_logprobs_N is not None

@@ -49,3 +49,9 @@ def test_a_sequence_for_which_the_model_has_too_few_positions_is_refused() -> No
         InvalidArgumentError, match=r"tensors\[lengths\]: 2 tokens; at most 1 \(inference\.maxTokensPerRow\)"
     ):
         check_train_batch(tensors(), 7, PLAIN, 1)
+
+
+def test_a_batch_without_what_a_critic_learns_from_is_refused() -> None:
+    algorithm = AlgorithmSpec.model_validate({"type": "ppo"})
+    with pytest.raises(InvalidArgumentError, match=r"columns\[rewards\]: algorithm.type ppo needs the reward of each"):
+        check_train_batch(tensors(), 7, algorithm, 2)
