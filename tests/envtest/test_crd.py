@@ -17,6 +17,7 @@ EXAMPLES = [
     "examples/sort-digits/demonstrations.yaml",
     "examples/smollm2-arithmetic.yaml",
     "examples/lora-sums/experiment.yaml",
+    "examples/high-card/experiment.yaml",
     "tests/e2e/copy-digits.yaml",
     "tests/chaos/copy-digits.yaml",
     "tests/vllm/copy-digits.yaml",
@@ -206,8 +207,8 @@ WRONG: dict[str, tuple[Object, str]] = {
         {"algorithm__loss": "decoupled_ppo", "algorithm__correction": {"tokenBand": {"low": 0.5, "high": 5.0}}},
         "spec.algorithm.correction",
     ),
-    "muon-of-ranks": (
-        {"algorithm__optimizer": "muon", "trainer__processesPerReplica": 2},
+    "muon-of-an-adapter": (
+        {"model": {"scratch": {"alphabet": "ab"}, "lora": {"rank": 4, "alpha": 8}}, "algorithm__optimizer": "muon"},
         "spec.algorithm.optimizer",
     ),
     "distillation-without-a-teacher": ({"algorithm__advantage": "distillation"}, "spec.algorithm.teacher"),

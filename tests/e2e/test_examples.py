@@ -1,0 +1,33 @@
+"""The examples of a larger model run; the others are in the tests of what they show."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.packages import needs_reasoning_gym
+from tests.support.runs import metrics_of, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.gate]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("trajectoryPool.batchSize=4", "trajectoryPool.groupSize=2", "rollout.workers=4", "inference.maxRows=4")
+
+
+@pytest.mark.parametrize(
+    ("example", "name", "weights"),
+    [
+        ("lora-sums/experiment.yaml", "lora-sums", "adapter_model.safetensors"),
+        pytest.param(
+            "smollm2-arithmetic.yaml", "smollm2-arithmetic", "model.safetensors", marks=needs_reasoning_gym
+        ),
+    ],
+)
+async def test_an_example_of_smollm2_trains_and_saves(tmp_path: Path, example: str, name: str, weights: str) -> None:
+    shutil.copy(EXAMPLES / "lora-sums" / "sums.py", tmp_path)
+    changes = (*SMALL, "trainer.steps=2", "validation=null")
+    async with running(tmp_path, *changes, file=EXAMPLES / example) as run:
+        await run.ends()
+    folder = tmp_path / name
+    assert [line["step"] for line in metrics_of(folder) if "reward_mean" in line] == [1, 2]
+    assert (folder / "checkpoints" / "global_step_2" / weights).exists()
