@@ -18,9 +18,7 @@ SMALL = ("trajectoryPool.batchSize=4", "trajectoryPool.groupSize=2", "rollout.wo
     ("example", "name", "weights"),
     [
         ("lora-sums/experiment.yaml", "lora-sums", "adapter_model.safetensors"),
-        pytest.param(
-            "smollm2-arithmetic.yaml", "smollm2-arithmetic", "model.safetensors", marks=needs_reasoning_gym
-        ),
+        pytest.param("smollm2-arithmetic.yaml", "smollm2-arithmetic", "model.safetensors", marks=needs_reasoning_gym),
     ],
 )
 async def test_an_example_of_smollm2_trains_and_saves(tmp_path: Path, example: str, name: str, weights: str) -> None:
