@@ -14,7 +14,8 @@ from nexrl.rollout_worker import RolloutWorker, WorkerContext, scored
 from nexrl.transcript import Transcript
 from nexrl.v1.trajectory_pb2 import SampleResult, TaskLease
 
-HANDS, HIGHEST_CARD = 6, 9
+HANDS, HIGHEST_CARD = 6, 4
+CARDS = [f"{first}{second}" for first in range(HIGHEST_CARD + 1) for second in range(HIGHEST_CARD + 1)]
 
 
 class CountedAtTheEnd(RolloutWorker):
@@ -31,7 +32,7 @@ class CountedAtTheEnd(RolloutWorker):
         text, task = self._context.text, self._context.task(lease)
         (sample,) = lease.samples
         luck = random.Random(f"{self._context.experiment.spec.data.seed} {sample.sample_id}")
-        hands = [task["prompt"], *(f"{luck.randrange(100):02d}" for _ in range(HANDS - 1))]
+        hands = [task["prompt"], *(luck.choice(CARDS) for _ in range(HANDS - 1))]
         transcript, points, larger = Transcript(text.encode_prompt("")), [], 0
         for turn, cards in enumerate(hands):
             transcript.add_context(text.encode(f"{cards}="))
@@ -59,4 +60,4 @@ class CountedAfterEachHand(CountedAtTheEnd):
 
 def games(split: str) -> list[dict[str, str]]:
     """A game for each first hand."""
-    return [{"prompt": f"{hand:02d}"} for hand in range(100)]
+    return [{"prompt": cards, "answer": max(cards)} for cards in CARDS]
