@@ -29,7 +29,7 @@ GROUPS = "trajectoryPool.groupSize=16"
 
 def _grpo(advantage: str) -> str:
     """Return what replaces the critic of high-card, with its other settings."""
-    same = "entropyCoefficient: 0.02, learningRate: 1e-3, warmupSteps: 10, betas: [0.9, 0.99]"
+    same = "entropyCoefficient: 0.15, learningRate: 2e-3, warmupSteps: 10, betas: [0.9, 0.99]"
     return f"algorithm={{type: grpo, advantage: {advantage}, {same}}}"
 
 

@@ -24,6 +24,6 @@ async def test_the_example_of_a_critic_trains_it_before_the_policy(tmp_path: Pat
     assert [line["learning_rate"] > 0 for line in lines] == [False, False, True, True]
     assert all(line["value_loss"] > 0 and line["critic_grad_norm"] > 0 for line in lines)
     assert all(0 <= line["reward/larger"] < 1 for line in lines)
-    # The first values are 0, so with gaeLambda 0.5 each turn has half of the return of the next one.
-    of_the_end = lines[0]["reward_mean"] * sum(0.5**turns_left for turns_left in range(TURNS)) / TURNS
+    # The first values are 0, so with gaeLambda 0.9 each turn has 0.9 of the return of the next one.
+    of_the_end = lines[0]["reward_mean"] * sum(0.9**turns_left for turns_left in range(TURNS)) / TURNS
     assert (lines[0]["return_mean"] == pytest.approx(of_the_end, rel=1e-3)) == (worker == "CountedAtTheEnd")
