@@ -21,7 +21,7 @@ async def test_the_example_of_a_critic_trains_it_before_the_policy(tmp_path: Pat
     async with running(tmp_path, *SMALL, *steps, f"rollout.worker=high_card:{worker}", file=EXAMPLE) as run:
         await run.ends()
     lines = [line for line in metrics_of(tmp_path / "high-card") if "value_loss" in line]
-    assert [line["learning_rate"] > 0 for line in lines] == [False, False, True, True]
+    assert [line["lr"] > 0 for line in lines] == [False, False, True, True]
     assert all(line["value_loss"] > 0 and line["critic_grad_norm"] > 0 for line in lines)
     assert all(0 <= line["reward/larger"] < 1 for line in lines)
     # The first values are 0, so with gaeLambda 0.9 each turn has 0.9 of the return of the next one.
