@@ -64,7 +64,7 @@ CHOICES = {
         "turn_mean_std, each hand": [_grpo("turn_mean_std"), EACH_HAND, GROUPS],
     },
 }
-"""What each row changes of its example. That of sort-digits has ppo_clip and group_mean_std, that of high-card a critic."""
+"""What each row changes of its example: sort-digits has ppo_clip and group_mean_std, high-card a critic."""
 
 
 def main() -> None:

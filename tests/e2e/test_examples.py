@@ -23,9 +23,9 @@ SMALL = ("trajectoryPool.batchSize=4", "trajectoryPool.groupSize=2", "rollout.wo
 )
 async def test_an_example_of_smollm2_trains_and_saves(tmp_path: Path, example: str, name: str, weights: str) -> None:
     shutil.copy(EXAMPLES / "lora-sums" / "sums.py", tmp_path)
-    changes = (*SMALL, "trainer.steps=2", "validation=null")
+    changes = (*SMALL, "trainer.steps=1", "validation=null")
     async with running(tmp_path, *changes, file=EXAMPLES / example) as run:
         await run.ends()
     folder = tmp_path / name
-    assert [line["step"] for line in metrics_of(folder) if "reward_mean" in line] == [1, 2]
-    assert (folder / "checkpoints" / "global_step_2" / weights).exists()
+    assert [line["step"] for line in metrics_of(folder) if "reward_mean" in line] == [1]
+    assert (folder / "checkpoints" / "global_step_1" / weights).exists()
