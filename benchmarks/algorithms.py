@@ -1,4 +1,4 @@
-"""Rewards with each loss, each advantage and a critic: do they learn, and how fast?
+"""What is learned with each loss and advantage that uses rewards, and with a critic.
 
 Each row is a `nexrl run` of an example for each seed, with its other settings unchanged: examples/sort-digits, whose
 samples are one completion, or examples/high-card, whose samples have six turns. The table has the mean of a metric over
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
+from nexrl.spec import load_experiment
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "runs/bench-algorithms.json"
 RUN_SECONDS = 1800.0
@@ -25,12 +27,14 @@ METRICS = {"sort-digits": "reward_mean", "high-card": "reward/larger"}
 """What is compared, by example: 1 is the best. The reward of high-card is mostly luck; `larger` is not."""
 EACH_HAND = "rollout.worker=high_card:CountedAfterEachHand"
 GROUPS = "trajectoryPool.groupSize=16"
+OF_CRITIC = {"type", "gae_lambda", "critic_only_steps", "critic"}
 
 
-def _grpo(advantage: str) -> str:
-    """Return what replaces the critic of high-card, with its other settings."""
-    same = "entropyCoefficient: 0.15, learningRate: 2e-3, warmupSteps: 10, betas: [0.9, 0.99]"
-    return f"algorithm={{type: grpo, advantage: {advantage}, {same}}}"
+def _without_critic(advantage: str, **settings: float) -> str:
+    """Return what replaces `algorithm` of high-card: an advantage, and its settings that are not of a critic."""
+    algorithm = load_experiment(ROOT / "examples/high-card/experiment.yaml").spec.algorithm
+    same = algorithm.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude=OF_CRITIC)
+    return f"algorithm={json.dumps({**same, 'advantage': advantage, **settings})}"
 
 
 CHOICES = {
@@ -51,17 +55,16 @@ CHOICES = {
         "group_mean_batch_std": ["algorithm.advantage=group_mean_batch_std"],
         "pass_at_k": ["algorithm.advantage=pass_at_k", "algorithm.passK=4"],
         "batch_mean_std": ["algorithm.advantage=batch_mean_std"],
-        "return_to_go": ["algorithm.advantage=return_to_go"],
         "token band": ["algorithm.correction={tokenBand: {low: 0.5, high: 5}}"],
         "cosine": ["algorithm.learningRateDecay=cosine"],
     },
     "high-card": {
         "ppo": [],
-        "batch_mean_std, groups of 1": [_grpo("batch_mean_std")],
-        "group_mean_std, groups of 16": [_grpo("group_mean_std"), GROUPS],
-        "ppo, each hand": [EACH_HAND],
-        "return_to_go, each hand": [_grpo("return_to_go, discount: 0"), EACH_HAND],
-        "turn_mean_std, each hand": [_grpo("turn_mean_std"), EACH_HAND, GROUPS],
+        "batch_mean_std, groups of 1": [_without_critic("batch_mean_std")],
+        "group_mean_std, groups of 16": [_without_critic("group_mean_std"), GROUPS],
+        "ppo, each hand": [EACH_HAND, "algorithm.discount=0"],
+        "return_to_go, each hand": [_without_critic("return_to_go", discount=0), EACH_HAND],
+        "turn_mean_std, each hand": [_without_critic("turn_mean_std"), EACH_HAND, GROUPS],
     },
 }
 """What each row changes of its example: sort-digits has ppo_clip and group_mean_std, high-card a critic."""
@@ -77,8 +80,10 @@ def main() -> None:
     arguments = parser.parse_args()
     found = {}
     for example, choices in CHOICES.items():
-        print(f"{example:30} {METRICS[example]:>14} {'s.e.':>6} {'samples/s':>10}")
-        for name in filter(arguments.only.__contains__, choices):
+        names = [name for name in choices if name in arguments.only]
+        if names:
+            print(f"{example:30} {METRICS[example]:>14} {'s.e.':>6} {'samples/s':>10}", flush=True)
+        for name in names:
             runs = [run(example, choices[name], seed, arguments.steps) for seed in range(arguments.seeds)]
             figures, speeds = zip(*runs, strict=True)
             error = stdev(figures) / len(figures) ** 0.5 if len(figures) > 1 else float("nan")

@@ -1,6 +1,6 @@
-"""The task of this example: six hands of two cards, digits. The policy takes one by naming it, at best the larger.
+"""The task of this example: six hands of two cards, digits. The policy takes one by naming it. The larger is better.
 
-A sample is one conversation, such as `37=7 52=2 ...` (without the spaces): the cards of each hand are context, what
+A sample is one conversation, such as `13=3 42=4 ...` (without the spaces): the cards of each hand are context, what
 follows `=` is the policy's. The reward, 0 to 1, is the sum of the cards taken. A card that was not dealt counts 0.
 The task gives the first hand. The others are luck: they differ between the samples of a task, and so do their rewards,
 however well the policy plays.

@@ -1,4 +1,4 @@
-"""The examples of a larger model run; the others are in the tests of what they show."""
+"""The examples that train SmolLM2 run. Each other example is in the test of what it shows."""
 
 import shutil
 from pathlib import Path

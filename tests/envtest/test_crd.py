@@ -59,7 +59,7 @@ FINE: dict[str, Object] = {
     "own-loss": {"algorithm__loss": "task:loss", "algorithm__lossConfig": {"any": [1, {"x": 2}]}},
     "own-advantage": {"algorithm__advantage": "task:advantage", "trajectoryPool__groupSize": 1},
     "decoupled": {"algorithm__loss": "decoupled_ppo", "algorithm__weightLimit": 5.0},
-    "muon": {"algorithm__optimizer": "muon"},
+    "muon-of-ranks": {"algorithm__optimizer": "muon", "trainer__processesPerReplica": 2},
     "kl-target": {"algorithm__klTarget": 0.1, "algorithm__klCoefficient": 0.05, "algorithm__entropyTarget": 1.0},
     "distillation": {"algorithm__advantage": "distillation", "algorithm__teacher": {"path": "/models/teacher"}},
     "dpo": {"algorithm__loss": "dpo", "algorithm__beta": 0.3, "algorithm__labelSmoothing": 0.1},

@@ -189,9 +189,9 @@ def _moment_bytes(size: ModelSize, training: Training, ranks: int, trained: "_Tr
 
     The matrices of Muon are the seven of a dense Llama layer, that is all of it but its two norms.
     """
-    matrices = size.layers * (size.layer - 2 * size.hidden) if training.has_muon else 0
-    counted = trained.tensors - 7 * size.layers if training.has_muon else trained.tensors
-    return -(-(trained.parameters * 8 - matrices * 4) // ranks) + 4 * counted
+    layers_of_muon = size.layers if training.has_muon else 0
+    moments = 2 * trained.parameters - layers_of_muon * (size.layer - 2 * size.hidden)
+    return -(-moments // ranks) * 4 + 4 * (trained.tensors - 7 * layers_of_muon)
 
 
 class _Trained(NamedTuple):
