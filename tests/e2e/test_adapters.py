@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tests.support.runs import metrics_of, nexrl, running
 pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
 STEPS = 30
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lora-sums" / "experiment.yaml"
 MAX_MISMATCH = 1e-8
 """Largest KL between what was served and what is trained, in float32: rounding only."""
 
@@ -45,12 +43,3 @@ async def test_an_adapter_is_trained_to_the_end_and_exported(tmp_path: Path) -> 
     exporting = nexrl(tmp_path, "export", str(checkpoint), str(exported))
     assert exporting.returncode == 0, exporting.stderr
     assert (exported / "model.safetensors").exists()
-
-
-@pytest.mark.soak
-async def test_the_example_of_an_adapter_runs(tmp_path: Path) -> None:
-    shutil.copy(EXAMPLE.parent / "sums.py", tmp_path)
-    changes = ("trajectoryPool.batchSize=4", "trajectoryPool.groupSize=2", "rollout.workers=4", "inference.maxRows=4")
-    async with running(tmp_path, *changes, "trainer.steps=2", file=EXAMPLE) as run:
-        await run.ends()
-    assert (tmp_path / "lora-sums" / "checkpoints" / "global_step_2" / "adapter_model.safetensors").exists()

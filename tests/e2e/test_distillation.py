@@ -18,7 +18,6 @@ LAST = 10
 """Steps over which a reward is averaged."""
 
 
-@pytest.mark.soak
 async def test_the_example_of_distillation_runs(tmp_path: Path) -> None:
     """With random weights as the teacher: it teaches nothing, and is asked in each step."""
     shutil.copy(EXAMPLE.parent / "sort_digits.py", tmp_path)
@@ -39,7 +38,6 @@ async def test_the_example_of_distillation_runs(tmp_path: Path) -> None:
     assert all(line["teacher_kl"] != 0 for line in steps)
 
 
-@pytest.mark.soak
 async def test_a_student_without_rewards_reaches_the_reward_of_its_teacher(tmp_path: Path) -> None:
     """The teacher learns from rewards. The student, from other random weights, from the teacher alone."""
     for folder in ("teacher", "student"):

@@ -17,6 +17,7 @@ EXAMPLES = [
     "examples/sort-digits/demonstrations.yaml",
     "examples/smollm2-arithmetic.yaml",
     "examples/lora-sums/experiment.yaml",
+    "examples/high-card/experiment.yaml",
     "tests/e2e/copy-digits.yaml",
     "tests/chaos/copy-digits.yaml",
     "tests/vllm/copy-digits.yaml",
@@ -58,7 +59,7 @@ FINE: dict[str, Object] = {
     "own-loss": {"algorithm__loss": "task:loss", "algorithm__lossConfig": {"any": [1, {"x": 2}]}},
     "own-advantage": {"algorithm__advantage": "task:advantage", "trajectoryPool__groupSize": 1},
     "decoupled": {"algorithm__loss": "decoupled_ppo", "algorithm__weightLimit": 5.0},
-    "muon": {"algorithm__optimizer": "muon"},
+    "muon-of-ranks": {"algorithm__optimizer": "muon", "trainer__processesPerReplica": 2},
     "kl-target": {"algorithm__klTarget": 0.1, "algorithm__klCoefficient": 0.05, "algorithm__entropyTarget": 1.0},
     "distillation": {"algorithm__advantage": "distillation", "algorithm__teacher": {"path": "/models/teacher"}},
     "dpo": {"algorithm__loss": "dpo", "algorithm__beta": 0.3, "algorithm__labelSmoothing": 0.1},
@@ -206,8 +207,8 @@ WRONG: dict[str, tuple[Object, str]] = {
         {"algorithm__loss": "decoupled_ppo", "algorithm__correction": {"tokenBand": {"low": 0.5, "high": 5.0}}},
         "spec.algorithm.correction",
     ),
-    "muon-of-ranks": (
-        {"algorithm__optimizer": "muon", "trainer__processesPerReplica": 2},
+    "muon-of-an-adapter": (
+        {"model": {"scratch": {"alphabet": "ab"}, "lora": {"rank": 4, "alpha": 8}}, "algorithm__optimizer": "muon"},
         "spec.algorithm.optimizer",
     ),
     "distillation-without-a-teacher": ({"algorithm__advantage": "distillation"}, "spec.algorithm.teacher"),

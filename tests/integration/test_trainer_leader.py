@@ -2,8 +2,9 @@
 
 import multiprocessing
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -109,11 +110,15 @@ def test_an_adapter_of_two_ranks_continues_on_one_and_bit_for_bit_on_two(tmp_pat
     assert_close(done(tmp_path, 1, rest), alone._replace(figures=alone.figures[2:]))
 
 
-@pytest.mark.soak
-def test_a_checkpoint_of_a_16_bit_model_continues_bit_for_bit_on_two_ranks(tmp_path: Path) -> None:
-    case = RankCase(STEPS[:4], {"loss": "reinforce"}, data_type="bfloat16")
+@pytest.mark.parametrize(
+    ("optimizer", "data_type"), [("muon", "float32"), pytest.param("adamw", "bfloat16", marks=pytest.mark.soak)]
+)
+def test_a_checkpoint_of_other_moments_or_masters_continues_bit_for_bit_on_two_ranks(
+    tmp_path: Path, optimizer: str, data_type: Literal["float32", "bfloat16"]
+) -> None:
+    case = RankCase(STEPS[:4], {"loss": "reinforce", "optimizer": optimizer}, data_type=data_type)
     whole = done(tmp_path, 2, Work(case))
-    done(tmp_path, 2, Work(RankCase(STEPS[:2], case.algorithm, data_type="bfloat16"), save_in=tmp_path))
+    done(tmp_path, 2, Work(replace(case, sequences=STEPS[:2]), save_in=tmp_path))
     rest = Work(case, first=2, begin=tmp_path / "global_step_2")
     assert done(tmp_path, 2, rest) == Done(whole.figures[2:], whole.weights, [])
 

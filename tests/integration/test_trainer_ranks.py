@@ -9,7 +9,7 @@ import pytest
 
 from nexrl_trainer.losses import LOSSES
 from tests.support.rank_process import RankCase, train
-from tests.support.rank_processes import ON_CPUS, RankProcesses, assert_as_on_one_rank
+from tests.support.rank_processes import ON_CPUS, RankProcesses, Tolerance, assert_as_on_one_rank
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one process starts the ranks, for all tests
 
@@ -17,6 +17,9 @@ MAX_RANKS = 4
 STEPS = [9, 3, 0, 12, 1, 8]
 """Sequences of each step: more than ranks, fewer than ranks, none."""
 AGGREGATIONS = {"ppo_clip": "token", "cispo": "sequence", "reinforce": "constant", "gspo": "sequence"}
+
+OF_MUON = Tolerance(metric=2e-2, logprob=2e-2, weight=2e-3)
+"""It multiplies in bfloat16, and ranks add up parts of the products. An update moves a weight by up to 0.012."""
 
 BFLOAT16_TOLERANCE = 2.0**-7
 """Twice the distance of bfloat16 numbers of the size of these weights and gradients, near 0.5."""
@@ -83,6 +86,13 @@ def test_a_critic_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses) -
     case = RankCase(STEPS, {"type": "ppo", "mini_batches": 2, "critic": {"learning_rate": 1e-2}})
     (by_rank,) = ranks.train(2, [case])
     assert_as_on_one_rank(train(case), by_rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_muon_does_not_depend_on_the_number_of_ranks(ranks: RankProcesses, size: int) -> None:
+    case = RankCase(STEPS, {"optimizer": "muon"})
+    (by_rank,) = ranks.train(size, [case])
+    assert_as_on_one_rank(train(case), by_rank, OF_MUON)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])

@@ -50,7 +50,7 @@ class MasterOptimizer:
 
     Muon (arXiv 2502.16982) moves each matrix of the layers by an orthogonal one near its momentum. AdamW updates the
     rest, such as embeddings and head. Updates of Muon are scaled to the usual size of AdamW's, 0.2 times the rate, so
-    rate and decay mean the same. Muon needs whole matrices, so the model must not be sharded.
+    rate and decay mean the same.
     """
 
     def __init__(self, model: PreTrainedModel, algorithm: AlgorithmSpec) -> None:

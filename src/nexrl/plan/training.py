@@ -189,10 +189,9 @@ def _moment_bytes(size: ModelSize, training: Training, ranks: int, trained: "_Tr
 
     The matrices of Muon are the seven of a dense Llama layer, that is all of it but its two norms.
     """
-    if not training.has_muon:
-        return -(-trained.parameters // ranks) * 8 + 4 * trained.tensors
-    matrices = size.layers * (size.layer - 2 * size.hidden)
-    return trained.parameters * 8 - matrices * 4 + 4 * (trained.tensors - 7 * size.layers)
+    layers_of_muon = size.layers if training.has_muon else 0
+    moments = 2 * trained.parameters - layers_of_muon * (size.layer - 2 * size.hidden)
+    return -(-moments // ranks) * 4 + 4 * (trained.tensors - 7 * layers_of_muon)
 
 
 class _Trained(NamedTuple):

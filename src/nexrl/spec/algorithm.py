@@ -126,7 +126,7 @@ class AlgorithmSpec(VariantSection):
         default="adamw",
         description="adamw: AdamW. muon: Muon for the matrices of the layers, with half of the moments, and AdamW for "
         "embeddings, head, norms and biases. Its updates are scaled to the size of AdamW's, so learningRate and "
-        "weightDecay mean the same for both (arXiv 2502.16982). One rank, without model.lora.",
+        "weightDecay mean the same for both (arXiv 2502.16982). Not with model.lora.",
     )
     learning_rate: float = Field(default=1e-6, gt=0, le=1, description="Highest learning rate.")
     warmup_steps: CountOrZero = Field(

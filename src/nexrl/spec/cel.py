@@ -167,9 +167,8 @@ RULES: Sequence[Rule] = (
     Rule(
         "",
         "algorithm.optimizer",
-        "self.algorithm.optimizer != 'muon' || self.trainer.replicas == 1 && self.trainer.processesPerReplica == 1"
-        " && !has(self.model.lora)",
-        "muon needs whole matrices, which neither several ranks nor model.lora have; use adamw",
+        "self.algorithm.optimizer != 'muon' || !has(self.model.lora)",
+        "muon needs the matrices of the model, and model.lora trains factors of their changes; use adamw",
     ),
     Rule(
         "",

@@ -217,16 +217,9 @@ class ExperimentSpec(Section):
     @classmethod
     def _can_be_optimized(cls, algorithm: AlgorithmSpec, info: ValidationInfo) -> AlgorithmSpec:
         model: ModelSpec | None = info.data.get("model")
-        trainer: TrainerSpec | None = info.data.get("trainer")
-        is_sharded = trainer is not None and trainer.ranks > 1
-        is_adapter = model is not None and model.lora is not None
-        if algorithm.optimizer == "muon" and (is_sharded or is_adapter):
-            raise refuse_key(
-                "optimizer",
-                "muon",
-                "it needs whole matrices, which neither several ranks (trainer.replicas, trainer.processesPerReplica) "
-                "nor model.lora have; use adamw",
-            )
+        if algorithm.optimizer == "muon" and model is not None and model.lora is not None:
+            reason = "it needs the matrices of the model, and model.lora trains factors of their changes; use adamw"
+            raise refuse_key("optimizer", "muon", reason)
         return algorithm
 
     @field_validator("algorithm")

@@ -75,6 +75,7 @@ def test_the_definition_is_up_to_date_and_small() -> None:
     [
         "sort-digits/experiment.yaml",
         "lora-sums/experiment.yaml",
+        "high-card/experiment.yaml",
         pytest.param("smollm2-arithmetic.yaml", marks=needs_reasoning_gym),
     ],
 )

@@ -197,9 +197,12 @@ def test_every_problem_is_reported_at_once(write: Write) -> None:
             ["same ratio", "remove tokenBand"],
         ),
         (
-            {"algorithm": {"optimizer": "muon"}, "trainer": {"steps": 1, "processesPerReplica": 2}},
+            {
+                "model": {"scratch": {"alphabet": "ab"}, "lora": {"rank": 4, "alpha": 8}},
+                "algorithm": {"optimizer": "muon"},
+            },
             "spec.algorithm.optimizer",
-            ["whole matrices", "use adamw"],
+            ["muon", "factors of their changes", "use adamw"],
         ),
         ({"algorithm": {"refillLimit": 3}}, "spec.algorithm.refillLimit", ["3", "needs zeroVarianceGroups refill"]),
         (

@@ -101,8 +101,8 @@ def test_state_of_muon_is_planned_to_the_byte(dtype: Dtype) -> None:
     training = Training(plan.ITEM_BYTES[dtype], 1, TOKENS, has_muon=True)
     tensors = learner.optimizer.tensors().items()
     moments = sum(tensor.nbytes for name, tensor in tensors if not name.startswith("master."))
-    assert rank_memory(size, training).optimizer == moments
     state = rank_memory(size, training)
+    assert state.optimizer == moments
     assert checkpoint_bytes(size, training) == state.weights + state.masters + moments
 
 
